@@ -1,0 +1,43 @@
+"""The contract between mlx-lm and its plugins.
+
+A plugin imports this package and pluggy, nothing else of the hosting side:
+`hookimpl` marks its hook implementations, `specs` lists the hooks, `types` has
+the values that cross the line. The host (the code that makes mlx-lm call the
+hooks) is found through the entry-point group ``mlx_lm.host``.
+
+Importing this package is cheap: pluggy is loaded on first use.
+"""
+
+from importlib import import_module
+
+_HOMES = {
+    "hookimpl": "markers",
+    "hookspec": "markers",
+    "Plugins": "manager",
+    "enable": "manager",
+    "disable": "manager",
+    "find_host": "manager",
+    "installed_plugins": "manager",
+    "Engine": "types",
+    "Host": "types",
+    "Invocation": "types",
+    "ModelSource": "types",
+    "PluginError": "types",
+    "PrefixCache": "types",
+    "Route": "types",
+    "Reply": "types",
+    "Request": "types",
+    "SeamReport": "types",
+    "Taken": "types",
+    "UsageError": "types",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    try:
+        home = _HOMES[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return getattr(import_module(f"{__name__}.{home}"), name)

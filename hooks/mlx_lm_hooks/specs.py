@@ -1,0 +1,65 @@
+"""The hooks. All fire per request or per lifecycle event, never per token or layer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .markers import hookspec
+from .types import Engine, Invocation, ModelSource, PrefixCache, Route
+
+
+@hookspec
+def mlx_lm_add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
+    """Add this plugin's flags to `group`, its own group in the parser of an mlx-lm command (``server``, ``generate``, ``chat``)."""
+
+
+@hookspec
+def mlx_lm_configure(invocation: Invocation) -> None:
+    """Check and keep the settings of a start. Raise `UsageError` with one sentence when they cannot work."""
+
+
+@hookspec
+def mlx_lm_unconfigure() -> None:
+    """Let go of everything `mlx_lm_configure` and later hooks set up; threads end, files stay."""
+
+
+@hookspec(firstresult=True)
+def mlx_lm_prefix_cache(max_entries: int | None, max_bytes: int | None) -> PrefixCache | None:
+    """The cache of reusable prefixes in place of upstream's prompt cache; called once per server or script."""
+
+
+@hookspec
+def mlx_lm_model_loaded(source: ModelSource) -> None:
+    """A model has been loaded and is about to be served; called on the loading thread."""
+
+
+@hookspec
+def mlx_lm_engine_started(engine: Engine) -> None:
+    """A server's generation thread is about to start."""
+
+
+@hookspec
+def mlx_lm_idle_task() -> Callable[[], bool] | None:
+    """A callable that does one bounded unit of background work on the generation thread while no request runs. It returns True when more is waiting."""
+
+
+@hookspec
+def mlx_lm_routes() -> Sequence[Route]:
+    """HTTP routes to add to the server."""
+
+
+@hookspec
+def mlx_lm_shutdown(timeout: float) -> bool | None:
+    """The server stops: no request runs or will run, the generation thread still takes idle turns. Save what must be saved within `timeout` seconds; False when something was lost."""
+
+
+@hookspec(firstresult=True)
+def mlx_lm_shutdown_timeout() -> float | None:
+    """Seconds a stopping server may take for running requests and `mlx_lm_shutdown` together."""
+
+
+@hookspec(firstresult=True)
+def mlx_lm_merge_row(caches: Sequence[Any]) -> list[Any] | None:
+    """The batch form of one request's caches without copying them, or None to let upstream merge. `caches` are given up."""

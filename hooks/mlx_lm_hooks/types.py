@@ -1,0 +1,172 @@
+"""The values and protocols that cross between mlx-lm and a plugin."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+
+class PluginError(Exception):
+    """A plugin or the host cannot do what was asked; its text is one sentence."""
+
+
+class UsageError(PluginError):
+    """Wrong flags, environment or settings. Commands print the text and exit 2."""
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One start of an mlx-lm command, or of the plugins in a script.
+
+    `command` is ``server``, ``generate``, ``chat`` or ``script``. `args` holds the
+    parsed arguments; a plugin may change them. `given` has the names of the
+    arguments that were given explicitly, as opposed to left at their defaults.
+    """
+
+    command: str
+    args: argparse.Namespace
+    given: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Which model a KV cache belongs to. Hashable; equal sources share caches.
+
+    `path` is the local directory the weights were loaded from, None when the host
+    could not see the load; then `key` alone (upstream's name for the model, or an
+    object's identity) tells models of this process apart. `kv_scheme` says how
+    upstream stores KV: ``plain``, or ``affine:BITS:GROUP@START``. `generation`
+    counts the loads of this process, so that a directory changed between two loads
+    is never mistaken for what it was.
+    """
+
+    path: Path | None = None
+    adapter_path: Path | None = None
+    draft: ModelSource | None = None
+    kv_scheme: str = "plain"
+    key: Hashable = None
+    generation: int = 0
+
+
+class Taken(NamedTuple):
+    """A reusable prefix: one cache per layer, holding the first `length` tokens."""
+
+    caches: list[Any]
+    length: int
+
+
+class PrefixCache(Protocol):
+    """What stands in for the server's prompt cache. Called on the generation thread.
+
+    Tokens are ints; negative ones name image content. No method raises for a
+    reason of its own (a fault is a miss).
+    """
+
+    def owns(self, caches: Sequence[Any]) -> bool:
+        """Whether every cache is of a class this cache knows. If not, upstream's own prompt cache keeps them."""
+
+    def take(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
+        """The longest usable stored prefix of `tokens`, shorter than `tokens`, or None. The caller owns the result."""
+
+    def put(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "assistant") -> None:
+        """Store `caches`, which hold `tokens`. The caller gives them up."""
+
+    def snapshot(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "user") -> None:
+        """Store a copy-on-write snapshot where a later `put` of a longer sequence could not serve `tokens`. The caller goes on using `caches`."""
+
+    def observe(self, caches: list[Any]) -> None:
+        """Called after each prefill chunk of a sequential request, to note conversions that bound reuse."""
+
+    def trim(self, *, max_entries: int | None = None, max_bytes: int | None = None) -> None:
+        """Evict until at most that many entries and bytes are left."""
+
+    def by_role(self) -> Mapping[str, tuple[int, int]]:
+        """(entries, bytes) per role: ``system``, ``user``, ``assistant``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored entries."""
+
+    def __len__(self) -> int:
+        """Number of stored entries."""
+
+
+class Engine(Protocol):
+    """The server's generation loop, as a plugin may see it. Thread-safe."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being served or rows are decoding."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the generation thread runs, so that idle tasks will be called."""
+
+    def wake(self) -> None:
+        """Have the idle task called soon, without waiting for the next poll."""
+
+
+class Request(NamedTuple):
+    """An HTTP request for one of a plugin's routes."""
+
+    method: str
+    path: str
+    query: Mapping[str, list[str]]
+    headers: Mapping[str, str]
+    body: bytes
+    local: bool
+
+
+class Reply(NamedTuple):
+    """A route's answer. `body` is sent as it is."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+
+@dataclass(frozen=True)
+class Route:
+    """One HTTP route: exact path, method, and who may call it.
+
+    `access` is ``local`` (loopback addresses, same origin) or ``all``. The handler
+    runs on an HTTP thread and must not touch mlx arrays.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Request], Reply]
+    access: str = "local"
+
+
+@dataclass(frozen=True)
+class SeamReport:
+    """The state of one seam. `state` is ``ok``, ``unknown-body``, ``mismatch``, ``missing`` or ``unsupported``."""
+
+    name: str
+    state: str
+    feature: str
+    detail: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Host(Protocol):
+    """The code that makes mlx-lm call the hooks (entry-point group ``mlx_lm.host``)."""
+
+    def activate(self, plugins: Any, invocation: Invocation) -> None:
+        """Hook mlx-lm for these plugins. Raises PluginError when it cannot; then nothing is changed."""
+
+    def deactivate(self) -> None:
+        """Undo `activate`."""
+
+    def seams(self) -> list[SeamReport]:
+        """The state of every seam against the installed mlx-lm, found without importing mlx."""
+
+    def start_up(self) -> Mapping[str, Any]:
+        """The state of the start-up file: ``state`` (``ok``, ``missing``, ``hidden``), ``path``, ``detail``."""
+
+    def launch(self, command: str, argv: Sequence[str]) -> None:
+        """Run an upstream command as ``mlx_lm.COMMAND ARGV`` would, with the plugins, without the start-up file."""

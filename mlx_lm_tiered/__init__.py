@@ -1,0 +1,20 @@
+"""RAM and SSD tiers for mlx-lm's KV caches, as a plugin for an unmodified mlx-lm."""
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "disable", "enable"]
+
+
+def enable(**settings: Any) -> None:
+    """Switch the plugin on in a script; see `mlx_lm_hooks.enable` and the settings table in the documentation."""
+    from mlx_lm_hooks import enable as enable_plugins
+
+    enable_plugins("tiered", **settings)
+
+
+def disable() -> None:
+    """Undo `enable`."""
+    from mlx_lm_hooks import disable as disable_plugins
+
+    disable_plugins()
