@@ -1,0 +1,111 @@
+"""An index of token sequences that finds the longest reusable prefix.
+
+Sequences are kept sorted. In that order the neighbours of a query share its
+longest prefixes, and the shared length only falls on the way outward, so a search
+is one bisection and a short walk. Comparisons are of the tokens themselves
+(`memcmp` over fixed-width big-endian integers); nothing is hashed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+_WIDTH = 8  # bytes per token: image content is named by ids of up to 60 bits
+
+
+def token_key(tokens: Sequence[int]) -> bytes:
+    """The tokens as big-endian int64s: equal prefixes of tokens are equal prefixes of bytes."""
+    return np.asarray(tokens, dtype=">i8").tobytes()
+
+
+def key_tokens(key: bytes) -> list[int]:
+    """The tokens of a key."""
+    return np.frombuffer(key, dtype=">i8").tolist()
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """How many leading tokens two keys share."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n // _WIDTH
+    x = np.frombuffer(a, dtype=np.uint8, count=n)
+    y = np.frombuffer(b, dtype=np.uint8, count=n)
+    return int((x != y).argmax()) // _WIDTH
+
+
+class Keyed(Protocol):
+    """What an index holds: anything with the key of its tokens. Keys do not change."""
+
+    key: bytes
+
+
+E = TypeVar("E", bound=Keyed)
+
+
+class PrefixIndex(Generic[E]):
+    """Entries of one namespace, at most one per token sequence. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._keys: list[bytes] = []
+        self._entries: dict[bytes, E] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[E]:
+        """All entries, in the order of their tokens; the index may change meanwhile."""
+        return iter([self._entries[key] for key in self._keys])
+
+    def add(self, entry: E) -> None:
+        """Add an entry; one with the same tokens is replaced."""
+        if entry.key not in self._entries:
+            insort(self._keys, entry.key)
+        self._entries[entry.key] = entry
+
+    def remove(self, entry: E) -> None:
+        """Remove this very entry. Does nothing when it is not (or no longer) here."""
+        if self._entries.get(entry.key) is not entry:
+            return
+        del self._entries[entry.key]
+        del self._keys[bisect_left(self._keys, entry.key)]
+
+    def exact(self, key: bytes) -> E | None:
+        """The entry with exactly these tokens."""
+        return self._entries.get(key)
+
+    def ancestors(self, key: bytes) -> list[E]:
+        """The entries whose tokens are a strict prefix of these, shortest first."""
+        place = bisect_left(self._keys, key)
+        return [self._entries[k] for k in self._keys[:place] if key.startswith(k)]
+
+    def descendants(self, key: bytes) -> list[E]:
+        """The entries that start with these tokens, the exact one included."""
+        found = []
+        for k in self._keys[bisect_left(self._keys, key) :]:
+            if not k.startswith(key):
+                break
+            found.append(self._entries[k])
+        return found
+
+    def best(self, key: bytes, usable: Callable[[E, int], int]) -> tuple[E, int] | None:
+        """The entry that serves the longest prefix of `key`, and that length in tokens.
+
+        `usable(entry, common)` says how many of the `common` shared leading tokens
+        the entry can serve (0 for none).
+        """
+        best: tuple[E, int] | None = None
+        place = bisect_left(self._keys, key)
+        for walk in (range(place, len(self._keys)), range(place - 1, -1, -1)):
+            for i in walk:
+                common = common_tokens(self._keys[i], key)
+                if common == 0 or (best is not None and common <= best[1]):
+                    break
+                entry = self._entries[self._keys[i]]
+                length = usable(entry, common)
+                if length > 0 and (best is None or length > best[1]):
+                    best = entry, length
+        return best
