@@ -1,0 +1,139 @@
+"""A real ``mlx_lm server`` process: started, watched, stopped.
+
+Standard library only; nothing of mlx is loaded in the calling process. `Client`
+(in ``client.py``) speaks to it over HTTP; `Server` adds the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mlx_lm_tiered import openblas
+
+from .client import Client
+
+STOCK = (sys.executable, "-m", "mlx_lm", "server")
+LOG_TAIL = 3000
+
+
+class ServerFailed(Exception):
+    """A server process did not start, or ended when it should not have. The text ends with its log's last lines."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nothing listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def tiered_flags(directory: str | os.PathLike[str] | None, *more: str) -> list[str]:
+    """The flags that switch the plugin on, with `directory` as its SSD tier (None: RAM only)."""
+    ssd = [] if directory is None else ["--ssd-cache", str(directory)]
+    return ["--plugin", "tiered", *ssd, *more]
+
+
+class Server(Client):
+    """A running server process. Used as a context manager it ends with SIGTERM, then SIGKILL.
+
+    `flags` go to the server after ``--model`` and ``--port``; `env` is laid over
+    this process's environment (None as a value removes a name); `command` is what
+    is run in place of ``python -m mlx_lm server``. Its output goes to `log`, which
+    is appended to. Raises ServerFailed when ``/health`` does not answer 200 within
+    `start_timeout` seconds.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        log: str | os.PathLike[str],
+        flags: Sequence[str] = (),
+        *,
+        env: Mapping[str, str | None] | None = None,
+        command: Sequence[str] = STOCK,
+        start_timeout: float = 120.0,
+        wait: bool = True,
+    ):
+        super().__init__("127.0.0.1", free_port())
+        self.model = str(model)
+        self.log_path = Path(log)
+        self.argv = [*command, "--model", self.model, "--port", str(self.port), *flags]
+        environment = openblas.preload_environment(os.environ)
+        environment["PYTHONUNBUFFERED"] = "1"
+        for name, value in (env or {}).items():
+            if value is None:
+                environment.pop(name, None)
+            else:
+                environment[name] = value
+        self.started = time.monotonic()
+        with open(self.log_path, "ab") as out:
+            self._log_start = out.tell()
+            # A session of its own: a Ctrl-C in the terminal reaches the caller, which then ends the server in order.
+            self.process = subprocess.Popen(
+                self.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
+            )
+        if wait:
+            try:
+                self.wait_healthy(start_timeout)
+            except BaseException:
+                self.kill()
+                raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.running:
+            self.terminate()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def log(self) -> str:
+        """What this process has written so far, standard output and error together."""
+        with open(self.log_path, "rb") as source:
+            source.seek(self._log_start)
+            return source.read().decode("utf-8", "replace")
+
+    def wait_healthy(self, timeout: float = 120.0) -> float:
+        """Wait until ``/health`` answers 200; returns the seconds since the process was started."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if not self.running:
+                raise ServerFailed(f"the server exited with code {self.process.returncode}\n{self.log()[-LOG_TAIL:]}")
+            try:
+                if self.healthy():
+                    return time.monotonic() - self.started
+            except OSError:
+                pass  # Nothing listens yet: that is what is waited for.
+            time.sleep(0.05)
+        raise ServerFailed(f"the server was not ready after {timeout:g} s\n{self.log()[-LOG_TAIL:]}")
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def terminate(self, timeout: float = 150.0) -> int:
+        """SIGTERM, then wait for the end. Returns the exit code; ServerFailed after `timeout` seconds."""
+        self.signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise ServerFailed(f"the server did not stop within {timeout:g} s\n{self.log()[-LOG_TAIL:]}") from None
+
+    def kill(self) -> None:
+        """SIGKILL, then wait for the end."""
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,25 @@
+"""A long English text that every Python installation has: its own reference topics."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+
+@cache
+def _whole() -> str:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # Some distributions leave it out; the built-in functions' help is always there.
+        import builtins
+
+        topics = {name: getattr(builtins, name).__doc__ or "" for name in sorted(vars(builtins))}
+    texts = (topics[name] for name in sorted(topics, key=lambda name: (-len(topics[name]), name)))
+    plain = (re.sub(r"[*`^~=#-]{2,}|[*`]", "", text) for text in texts)
+    return re.sub(r"\s+", " ", " ".join(plain))
+
+
+def document(characters: int) -> str:
+    """The first `characters` characters of it, white space collapsed; repeated when that is more than there is."""
+    text = _whole()
+    return (text * (characters // len(text) + 1))[:characters]
