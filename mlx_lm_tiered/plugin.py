@@ -1,0 +1,104 @@
+"""The hook implementations, and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlx_lm_hooks import Engine, Invocation, ModelSource, PrefixCache, Route, UsageError, hookimpl
+
+from . import settings as table
+from .runtime import Runtime
+
+_runtime: Runtime | None = None
+
+
+@hookimpl
+def mlx_lm_add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
+    table.add_arguments(group, command)
+
+
+@hookimpl
+def mlx_lm_configure(invocation: Invocation) -> None:
+    global _runtime
+    if invocation.command == "script":
+        known = {f.name for f in table.fields(table.Settings)}
+        for name in sorted(invocation.given - known):
+            raise UsageError(f"there is no setting {name!r}; there are {', '.join(sorted(known))}")
+    settings = table.resolve(vars(invocation.args), invocation.given, os.environ)
+    if invocation.command == "server" and "prompt_cache_size" not in invocation.given and settings.prompt_cache_bytes != 0:
+        # Upstream's default of 10 entries would evict by count long before memory is short.
+        invocation.args.prompt_cache_size = sys.maxsize
+    mlx_lm_unconfigure()
+    _runtime = Runtime(settings)
+    if invocation.command != "server":
+        atexit.register(_save_at_exit)
+
+
+@hookimpl
+def mlx_lm_unconfigure() -> None:
+    global _runtime
+    atexit.unregister(_save_at_exit)
+    if _runtime is not None:
+        _runtime.close()
+        _runtime = None
+
+
+@hookimpl
+def mlx_lm_prefix_cache(max_entries: int | None, max_bytes: int | None) -> PrefixCache | None:
+    return _runtime and _runtime.prefix_cache(max_entries, max_bytes)
+
+
+@hookimpl
+def mlx_lm_model_loaded(source: ModelSource) -> None:
+    if _runtime is not None:
+        _runtime.model_loaded(source)
+
+
+@hookimpl
+def mlx_lm_engine_started(engine: Engine) -> None:
+    if _runtime is not None:
+        _runtime.engine = engine
+
+
+@hookimpl
+def mlx_lm_idle_task() -> Callable[[], bool] | None:
+    return _runtime and _runtime.idle_turn
+
+
+@hookimpl
+def mlx_lm_routes() -> Sequence[Route]:
+    if _runtime is None:
+        return []
+    from .serving.routes import routes
+
+    return routes(_runtime)
+
+
+@hookimpl
+def mlx_lm_shutdown(timeout: float) -> bool | None:
+    if _runtime is None or _runtime.settings.ssd_cache is None:
+        return None
+    return _runtime.shutdown(timeout)
+
+
+@hookimpl
+def mlx_lm_shutdown_timeout() -> float | None:
+    return _runtime.settings.shutdown_timeout if _runtime is not None else None
+
+
+@hookimpl
+def mlx_lm_merge_row(caches: Sequence[Any]) -> list[Any] | None:
+    from .caches import merge_row
+
+    return merge_row(caches)
+
+
+def _save_at_exit() -> None:
+    """A script has no idle turns: save what it put before it ends."""
+    if _runtime is not None and _runtime.settings.ssd_cache is not None:
+        _runtime.flush_on_this_thread(_runtime.settings.shutdown_timeout)

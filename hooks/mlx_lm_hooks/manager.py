@@ -115,7 +115,7 @@ def enable(names: str | Iterable[str], **settings: Any) -> Plugins:
     `settings` are the plugins' settings under their flags' names with underscores
     (``ssd_cache="dir"``). Enabling again replaces what was enabled. Raises
     UsageError for settings that cannot work and PluginError when mlx-lm cannot be
-    hooked; then nothing is changed.
+    hooked; then nothing is enabled.
     """
     global _enabled
     disable()

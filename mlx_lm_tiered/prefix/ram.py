@@ -1,0 +1,143 @@
+"""The RAM tier: whole prefix entries in least-recently-used order under a byte cap."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import caches as kinds
+from .index import PrefixIndex
+
+
+def usable_length(tokens: Sequence[int], common: int, length: int, can_cut: Callable[[int], bool]) -> int:
+    """How many of the first `common` tokens an entry of `length` tokens can serve.
+
+    Always fewer than ``len(tokens)``: something must be left to forward. A prefix
+    that needs the entry cut must be one the entry can be cut to, and must not end
+    inside an image (its ids are negative and equal): the image would be half in the
+    cache and half in the input.
+    """
+    limit = min(common, len(tokens) - 1)
+    if length <= limit:
+        return length
+    while limit > 0 and tokens[limit] < 0 and tokens[limit] == tokens[limit - 1]:
+        limit -= 1
+    return limit if limit > 0 and can_cut(limit) else 0
+
+
+@dataclass(eq=False)
+class Entry:
+    """One stored prefix. `caches` hold exactly the tokens of `key` and are never written to again."""
+
+    namespace: Hashable
+    source: Any
+    key: bytes
+    length: int
+    caches: list[Any]
+    role: str
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = kinds.nbytes(self.caches)
+
+    def serves(self, length: int) -> bool:
+        """Whether its first `length` tokens can be reused."""
+        return length == self.length or (length < self.length and kinds.can_cut(self.caches, length))
+
+
+class RamTier:
+    """Entries of all namespaces. Belongs to the generation thread; the counts may be read from anywhere.
+
+    `on_evict` gets every entry that leaves for want of room, `max_entries` is None for
+    no limit but the bytes.
+    """
+
+    def __init__(self, max_bytes: int, max_entries: int | None = None, on_evict: Callable[[Entry], None] = lambda entry: None):
+        self.max_bytes = max_bytes
+        self.max_entries = max_entries
+        self.evictions = 0
+        self._on_evict = on_evict
+        self._order: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
+        self._indexes: defaultdict[Hashable, PrefixIndex[Entry]] = defaultdict(PrefixIndex)
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All entries, least recently used first; the tier may change meanwhile."""
+        return iter(list(self._order))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries. Buffers that entries share count once for each."""
+        return self._nbytes
+
+    def find(self, namespace: Hashable, tokens: Sequence[int], key: bytes) -> tuple[Entry, int] | None:
+        """The entry that serves the longest prefix of `tokens`, and its length."""
+        if namespace not in self._indexes:
+            return None
+
+        def usable(entry: Entry, common: int) -> int:
+            return usable_length(tokens, common, entry.length, entry.serves)
+
+        return self._indexes[namespace].best(key, usable)
+
+    def touch(self, entry: Entry) -> None:
+        """Make an entry the most recently used one."""
+        self._order.move_to_end(entry)
+
+    def covering(self, namespace: Hashable, key: bytes, length: int) -> Entry | None:
+        """An entry from which exactly these tokens can be served."""
+        if namespace not in self._indexes:
+            return None
+        return next((e for e in self._indexes[namespace].descendants(key) if e.serves(length)), None)
+
+    def put(self, entry: Entry) -> bool:
+        """Store an entry as the most recently used. False when it alone is over the cap.
+
+        It replaces the entry of the same tokens, and the entries of its prefixes that
+        it can serve itself: an entry that cannot be cut must leave them.
+        """
+        if entry.nbytes > self.max_bytes or self.max_entries == 0:
+            return False
+        index = self._indexes[entry.namespace]
+        if (same := index.exact(entry.key)) is not None:
+            self._remove(same)
+        for ancestor in index.ancestors(entry.key):
+            if entry.serves(ancestor.length):
+                self._remove(ancestor)
+        self._indexes[entry.namespace].add(entry)
+        self._order[entry] = None
+        self._nbytes += entry.nbytes
+        self.trim(self.max_entries, self.max_bytes)
+        return True
+
+    def trim(self, max_entries: int | None, max_bytes: int | None) -> None:
+        """Evict the least recently used entries until at most that many and that much is left."""
+        while self._order and (
+            (max_entries is not None and len(self._order) > max_entries)
+            or (max_bytes is not None and self._nbytes > max_bytes)
+        ):
+            entry = next(iter(self._order))
+            self._remove(entry)
+            self.evictions += 1
+            self._on_evict(entry)
+
+    def by_role(self) -> dict[str, tuple[int, int]]:
+        """(entries, bytes) per role."""
+        totals = {"assistant": (0, 0), "user": (0, 0), "system": (0, 0)}
+        for entry in list(self._order):
+            count, size = totals.get(entry.role, (0, 0))
+            totals[entry.role] = count + 1, size + entry.nbytes
+        return totals
+
+    def _remove(self, entry: Entry) -> None:
+        del self._order[entry]
+        index = self._indexes[entry.namespace]
+        index.remove(entry)
+        if not len(index):
+            del self._indexes[entry.namespace]
+        self._nbytes -= entry.nbytes

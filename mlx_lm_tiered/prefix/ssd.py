@@ -1,0 +1,74 @@
+"""The SSD tier as the prefix cache sees it: entries of a model, found by their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_lm_hooks import ModelSource, Taken
+
+from .. import caches as kinds
+from ..cold.spill import Job, SpillQueue
+from ..cold.store import ColdStore
+from ..identity import Identity, IdentityResolver
+from ..statistics import Statistics
+from .ram import Entry, usable_length
+
+# A first start hashes the weights, once; a prefix worth restoring costs more than the wait.
+FINGERPRINT_WAIT = 10.0
+
+
+class SsdTier:
+    """Store, queue and identities behind three questions: take, offer, covers. Generation thread only."""
+
+    def __init__(self, store: ColdStore, queue: SpillQueue, identities: IdentityResolver, statistics: Statistics):
+        self._store = store
+        self._queue = queue
+        self._identities = identities
+        self._statistics = statistics
+
+    def take(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Taken | None:
+        """Restore the longest usable prefix of `tokens`, if it is longer than `longer_than`."""
+        identity = self._identity(source, FINGERPRINT_WAIT)
+        if identity is None:
+            return None
+        # An entry that turns out damaged leaves the index; the next best may serve.
+        for _ in range(3):
+            found = self._store.find(identity.fingerprint, "", key, len(tokens) - 1)
+            if found is None:
+                return None
+            entry = found.entry
+
+            def cuts(length: int) -> bool:
+                return entry.cuttable and length >= entry.minimum_reusable
+
+            length = usable_length(tokens, found.length, entry.length, cuts)
+            if length <= longer_than:
+                return None
+            caches = self._store.restore(entry)
+            if caches is None:
+                continue
+            if length < entry.length:
+                if not kinds.can_cut(caches, length):
+                    self._statistics.fault("restored_uncuttable", "a restored entry could not be cut to the shared prefix")
+                    return None
+                caches = kinds.lend(caches, length)
+            return Taken(caches, length)
+        return None
+
+    def offer(self, entry: Entry) -> bool:
+        """Queue an entry to be written. False when its model's fingerprint is not known yet; True also when it can never be written."""
+        identity = self._identity(entry.source, 0)
+        if identity is None:
+            return not self._identities.pending(entry.source)
+        self._queue.offer(Job(identity, "", entry.key, entry.caches, entry.role))
+        return True
+
+    def covers(self, entry: Entry) -> bool:
+        """Whether the directory holds these tokens durably. True for entries of a model that cannot be identified: nothing will ever be written of them."""
+        identity = self._identity(entry.source, 0)
+        if identity is None:
+            return not self._identities.pending(entry.source)
+        return self._store.covers(identity.fingerprint, "", entry.key)
+
+    def _identity(self, source: ModelSource, timeout: float) -> Identity | None:
+        return self._identities.get(source, timeout) if source.path is not None else None

@@ -1,0 +1,214 @@
+"""One run of the plugin: settings, tiers and background work, wired together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from mlx_lm_hooks import Engine, ModelSource
+
+from .identity import IdentityResolver, stat_signature
+from .prefix.ram import Entry, RamTier
+from .prefix.ssd import SsdTier
+from .prefix.tiers import TieredPrefixCache
+from .settings import Settings, default_ram_bytes, format_size
+from .statistics import Statistics
+
+logger = logging.getLogger("mlx_lm_tiered")
+
+
+class Runtime:
+    """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.statistics = Statistics()
+        self.engine: Engine | None = None
+        self._caches: weakref.WeakSet[TieredPrefixCache] = weakref.WeakSet()
+        self._namespaces: dict[ModelSource, Hashable] = {}
+        self._flushes = _Flushes()
+        self._store = self._queue = self._identities = self._ssd = None
+        if settings.ssd_cache is not None:
+            self._open_ssd_tier()
+
+    def _open_ssd_tier(self) -> None:
+        from .cold.spill import SpillQueue
+        from .cold.store import ColdStore
+
+        settings = self.settings
+        assert settings.ssd_cache is not None
+        self._store = ColdStore(settings.ssd_cache, settings.ssd_cache_max, settings.ssd_cache_verify)
+        self._identities = IdentityResolver(settings.ssd_cache)
+        self._queue = SpillQueue(self._store, busy=self._busy, max_bytes=settings.ssd_queue, wake=self._wake)
+        self._ssd = SsdTier(self._store, self._queue, self._identities, self.statistics)
+
+    # From the hooks
+
+    def prefix_cache(self, max_entries: int | None, max_bytes: int | None) -> TieredPrefixCache | None:
+        """A new prefix cache over a RAM tier of its own and the one SSD tier; None when the RAM tier is off."""
+        size = self.settings.prompt_cache_bytes
+        size = default_ram_bytes() if size is None else size
+        if size == 0 or self.settings.prompt_cache_size == 0:
+            return None
+        if max_bytes is not None:
+            size = min(size, max_bytes)
+        if self.settings.prompt_cache_size is not None:
+            max_entries = self.settings.prompt_cache_size
+        cache = TieredPrefixCache(
+            RamTier(size, max_entries), self._ssd, self.statistics, self._namespace, self.settings.writebehind
+        )
+        self._caches.add(cache)
+        logger.info(
+            "RAM tier of %s; SSD tier %s", format_size(size), self.settings.ssd_cache if self._ssd else "off (--ssd-cache DIR)"
+        )
+        return cache
+
+    def model_loaded(self, source: ModelSource) -> None:
+        """Start fingerprinting the weights, off the path to readiness."""
+        if self._identities is not None and source.path is not None:
+            self._identities.request(source)
+
+    def idle_turn(self) -> bool:
+        """One bounded unit of background work on the generation thread. True when more is waiting."""
+        for cache in list(self._caches):
+            if cache.unsaved_turn():
+                return True
+        self._flushes.turn(self._offer_unsaved)
+        return self._queue.turn() if self._queue is not None else False
+
+    def flush(self, timeout: float) -> dict[str, Any]:
+        """Have everything put so far on disk, or say what is not. Any thread but the generation thread.
+
+        Returns ``durable`` and its evidence. Entries that nothing queued yet are
+        queued one at a time, so that the queue's cap cannot drop them.
+        """
+        if self._queue is None:
+            return {"durable": False, "reason": "the SSD tier is off"}
+        deadline = time.monotonic() + timeout
+        tried: set[int] = set()
+        while True:
+            result = self._queue.flush(max(0.0, deadline - time.monotonic()))
+            answer = self._flushes.ask(tried, deadline, self._wake)
+            if answer is not True:
+                break
+        # A thread that gave no answer in time may hold entries nobody counted.
+        unsaved = self._flushes.unsaved
+        report = {
+            "durable": result.durable and answer is False and unsaved == 0,
+            "pending": result.pending + unsaved,
+            "dropped": result.dropped,
+            "failed": result.failed,
+            "entries": result.entries,
+            "longest_durable_prefix_tokens": result.longest_durable_prefix,
+        }
+        return report
+
+    def flush_on_this_thread(self, timeout: float) -> bool:
+        """The same for a script, whose own thread is the generation thread."""
+        outcome: list[dict[str, Any]] = []
+        worker = threading.Thread(target=lambda: outcome.append(self.flush(timeout)), name="mlx-lm-tiered-flush")
+        worker.start()
+        while worker.is_alive():
+            if not self.idle_turn():
+                worker.join(0.005)
+        return bool(outcome and outcome[0]["durable"])
+
+    def shutdown(self, timeout: float) -> bool:
+        """Flush for the last time; say in one line what could not be saved."""
+        report = self.flush(timeout)
+        if report["durable"]:
+            logger.info("all saved: %d entries on disk", report["entries"])
+        else:
+            logger.warning(
+                "not all saved: %d entries pending, %d dropped, %d failed", report["pending"], report["dropped"], report["failed"]
+            )
+        return bool(report["durable"])
+
+    def report(self) -> dict[str, Any]:
+        """What `/stats` answers."""
+        caches = list(self._caches)
+        from . import __version__
+
+        return {
+            "version": __version__,
+            **self.statistics.report(),
+            "ram": {
+                "entries": sum(len(c) for c in caches),
+                "bytes": sum(c.nbytes for c in caches),
+                "max_bytes": max((c.ram.max_bytes for c in caches), default=0),
+                "evictions": sum(c.ram.evictions for c in caches),
+            },
+            "ssd": {**self._store.stats(), **self._queue.stats()} if self._store is not None else None,
+        }
+
+    def close(self) -> None:
+        """End the threads. Files stay, entries in memory go."""
+        if self._queue is not None:
+            self._queue.close()
+        if self._identities is not None:
+            self._identities.close()
+        if self._store is not None:
+            self._store.close()
+        self._caches.clear()
+
+    # Inside
+
+    def _busy(self) -> bool:
+        return self.engine is not None and self.engine.busy
+
+    def _wake(self) -> None:
+        if self.engine is not None:
+            self.engine.wake()
+
+    def _namespace(self, source: ModelSource) -> Hashable:
+        """What tells models apart in RAM: their files as they were when loaded, so that a model swapped out and in again finds its entries."""
+        if source.path is None:
+            return source
+        if source not in self._namespaces:
+            self._namespaces[source] = stat_signature(source)
+        return self._namespaces[source]
+
+    def _offer_unsaved(self, tried: set[int]) -> tuple[bool, int]:
+        """Queue one entry the SSD tier lacks and this flush has not tried. Whether there was one, and how many are still missing."""
+        missing = [entry for cache in list(self._caches) for entry in cache.unsaved_entries()]
+        for entry in missing:
+            if id(entry) not in tried:
+                tried.add(id(entry))
+                assert self._ssd is not None
+                self._ssd.offer(entry)
+                return True, len(missing)
+        return False, len(missing)
+
+
+class _Flushes:
+    """The line between threads that flush and the generation thread that owns the entries."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._question: set[int] | None = None
+        self._answer: bool | None = None
+        self._one_at_a_time = threading.Lock()
+        self.unsaved = 0
+
+    def ask(self, tried: set[int], deadline: float, wake: Callable[[], None]) -> bool | None:
+        """Have the generation thread queue one more unsaved entry. True: it did; False: there is none; None: no answer in time."""
+        with self._one_at_a_time, self._condition:
+            self._question, self._answer = tried, None
+            wake()
+            self._condition.wait_for(lambda: self._answer is not None, max(0.0, deadline - time.monotonic()))
+            self._question = None
+            return self._answer
+
+    def turn(self, offer: Callable[[set[int]], tuple[bool, int]]) -> None:
+        """Answer a waiting question; on the generation thread."""
+        if self._question is None:
+            return
+        with self._condition:
+            if self._question is not None and self._answer is None:
+                self._answer, self.unsaved = offer(self._question)
+                self._condition.notify_all()
+

@@ -1,0 +1,1 @@
+"""What a running server offers beside upstream's API: statistics, flush, shutdown."""

@@ -1,0 +1,212 @@
+"""Every setting, once: flag, environment name, type, default, help.
+
+The command-line flags, the environment names, `mlx_lm_tiered.enable`'s keywords and
+the table in the documentation are all made from the fields of `Settings`.
+A flag beats the environment, the environment beats the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mlx_lm_hooks import UsageError
+
+ENV_PREFIX = "MLX_LM_TIERED_"
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from ``32GB``, ``1.5 GiB``, ``500M`` or a plain number. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(text), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is not a size; write it like 32GB, 500MB or 1.5GiB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def format_size(size: int) -> str:
+    """A size as people write it, with decimal units."""
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"
+
+
+def parse_switch(text: str | bool) -> bool:
+    """True for 1, true, yes, on; False for 0, false, no, off. Raises ValueError."""
+    if isinstance(text, bool):
+        return text
+    value = str(text).strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{text!r} is neither on nor off; use 1 or 0")
+
+
+def parse_seconds(text: str | float) -> float:
+    """A non-negative number of seconds. Raises ValueError."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number of seconds") from None
+    if not 0 <= value < 10**7:
+        raise ValueError(f"{text!r} is not a sensible number of seconds")
+    return value
+
+
+def parse_directory(text: str | os.PathLike[str]) -> Path:
+    """An absolute path, ``~`` expanded. Raises ValueError for an empty one or one that is a file."""
+    if not str(text).strip():
+        raise ValueError("the directory's name is empty")
+    path = Path(text).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is not a directory")
+    return path
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser that accepts exactly these words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _setting(default: Any, parse: Callable[[Any], Any], help: str, *, shown: str = "", metavar: str = "", needs: str = "", upstream: bool = False) -> Any:
+    """A field of `Settings`. `needs` names the setting without which this one does nothing; `upstream` marks flags that upstream's server already has."""
+    return field(default=default, metadata=dict(parse=parse, help=help, shown=shown, metavar=metavar, needs=needs, upstream=upstream))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The plugin's settings after flags, environment and defaults."""
+
+    prompt_cache_bytes: int | None = _setting(
+        None, parse_size, "Size of the RAM tier; 0 switches it off.",
+        shown="8GB or a quarter of memory, whichever is less", metavar="SIZE", upstream=True,
+    )  # fmt: skip
+    prompt_cache_size: int | None = _setting(
+        None, int, "Number of entries in the RAM tier.", shown="no limit but the size", metavar="N", upstream=True
+    )
+    ssd_cache: Path | None = _setting(
+        None, parse_directory, "Directory of the SSD tier; it is made if need be.", shown="off", metavar="DIR"
+    )
+    ssd_cache_max: int = _setting(
+        32 * 10**9, parse_size, "Bytes on disk that the SSD tier may take, all files counted; never above half of what is free at start.",
+        shown="32GB", metavar="SIZE", needs="ssd_cache",
+    )  # fmt: skip
+    ssd_cache_verify: str = _setting(
+        "auto", one_of("auto", "always", "never"),
+        "Check the checksums of an entry's tensors when it is restored: always, never, or auto (while that costs less than the read).",
+        shown="auto", metavar="WHEN", needs="ssd_cache",
+    )  # fmt: skip
+    ssd_queue: int = _setting(
+        2 * 2**30, parse_size, "Bytes of entries that may wait to be written; the oldest is dropped beyond that.",
+        shown="2GiB", metavar="SIZE", needs="ssd_cache",
+    )  # fmt: skip
+    writebehind: bool = _setting(
+        True, parse_switch, "Write entries to the SSD tier soon after each request, in idle turns. Off: only on eviction, flush and shutdown.",
+        shown="on", needs="ssd_cache",
+    )  # fmt: skip
+    shutdown_timeout: float = _setting(
+        120.0, parse_seconds, "Seconds a stopping server may take to finish requests and save.", shown="120", metavar="SECONDS"
+    )
+    admin_routes: str = _setting(
+        "local", one_of("local", "all", "off"), "Who may use /stats and /admin: loopback addresses, everyone, or no one.",
+        shown="local", metavar="WHO",
+    )  # fmt: skip
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def env_name(name: str) -> str:
+    """The environment name of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def table() -> list[tuple[str, str, str, str]]:
+    """Rows of (flag, environment name, default, help), for the documentation."""
+    return [(flag(f.name), env_name(f.name), f.metadata["shown"], f.metadata["help"]) for f in fields(Settings)]
+
+
+def add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
+    """Add the flags to a parser. Upstream's server has two of them already.
+
+    Values are parsed by `resolve`, so that flags, environment and keywords fail alike.
+    """
+    for f in fields(Settings):
+        if command == "server" and f.metadata["upstream"]:
+            continue
+        if command != "server" and f.name in ("shutdown_timeout", "admin_routes"):
+            continue
+        text = f"{f.metadata['help']} Default: {f.metadata['shown']}. Environment: {env_name(f.name)}".replace("%", "%%")
+        if f.metadata["parse"] is parse_switch:
+            group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            group.add_argument(flag(f.name), default=None, metavar=f.metadata["metavar"], help=text)
+
+
+def resolve(values: Mapping[str, Any], given: frozenset[str], environ: Mapping[str, str]) -> Settings:
+    """Settings from given values and the environment. Raises UsageError with one sentence.
+
+    `values` are parsed arguments or keywords, of which `given` names those that were
+    given explicitly; an unknown keyword is the caller's to refuse.
+    """
+    chosen: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for f in fields(Settings):
+        if f.name in given and values.get(f.name) is not None:
+            value, origin[f.name] = values[f.name], flag(f.name)
+        elif environ.get(env_name(f.name), "").strip():
+            value, origin[f.name] = environ[env_name(f.name)], env_name(f.name)
+        else:
+            continue
+        chosen[f.name] = _parsed(f, value, origin[f.name])
+    _refuse_contradictions(chosen, origin)
+    return Settings(**chosen)
+
+
+def _parsed(f: Field[Any], value: Any, origin: str) -> Any:
+    try:
+        parsed = f.metadata["parse"](value)
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"{origin}: {error}") from None
+    if isinstance(parsed, int) and not isinstance(parsed, bool) and parsed < 0:
+        raise UsageError(f"{origin}: {value!r} is negative")
+    return parsed
+
+
+def _refuse_contradictions(chosen: Mapping[str, Any], origin: Mapping[str, str]) -> None:
+    for f in fields(Settings):
+        needs = f.metadata["needs"]
+        # An environment name alone may come from a shell profile; a flag is meant.
+        if needs and f.name in chosen and needs not in chosen and origin[f.name].startswith("--"):
+            raise UsageError(f"{origin[f.name]} does nothing without {flag(needs)}; add {flag(needs)} or leave it out")
+    if chosen.get("ssd_cache") is not None:
+        for name in ("prompt_cache_bytes", "prompt_cache_size"):
+            if chosen.get(name) == 0:
+                raise UsageError(f"{origin['ssd_cache']} needs the RAM tier, which {origin[name]} 0 switches off; leave one of them out")
+        if chosen.get("ssd_cache_max") == 0:
+            raise UsageError(f"{origin['ssd_cache_max']} 0 leaves no room; leave out {origin['ssd_cache']} to switch the SSD tier off")
+
+
+def default_ram_bytes() -> int:
+    """8 GB or a quarter of the machine's memory, whichever is less."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 8 * 10**9
+    return min(8 * 10**9, memory // 4)

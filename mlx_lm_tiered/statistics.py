@@ -1,0 +1,63 @@
+"""Counters of one run, and warnings that come once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+logger = logging.getLogger("mlx_lm_tiered")
+
+
+class Statistics:
+    """What `/stats` shows about requests and faults. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
+        self._hits: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._started = time.monotonic()
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._counts[name] += by
+
+    def looked_up(self, prompt_tokens: int, reused_tokens: int) -> None:
+        """One request looked for its prefix and reused that many tokens."""
+        with self._lock:
+            self._counts["lookups"] += 1
+            self._counts["prompt_tokens"] += prompt_tokens
+            self._counts["tokens_saved"] += reused_tokens
+            self._counts["hits" if reused_tokens else "misses"] += 1
+
+    def hit(self, tier: str, tokens: int) -> None:
+        """A prefix of that many tokens came from this tier."""
+        with self._lock:
+            self._hits[tier] += 1
+            self._tokens[tier] += tokens
+
+    def fault(self, kind: str, message: str) -> None:
+        """Count a fault; warn at the first of its kind."""
+        with self._lock:
+            self._faults[kind] += 1
+            first = self._faults[kind] == 1
+        if first:
+            logger.warning("%s; serving goes on (warned once)", message)
+            logger.debug("the fault was", exc_info=True)
+
+    def report(self) -> dict[str, Any]:
+        """All counters, JSON-able."""
+        with self._lock:
+            names = ("lookups", "hits", "misses", "prompt_tokens", "tokens_saved", "puts", "spills", "keys_shortened", "larger_than_ram_tier")
+            return {
+                "uptime_s": round(time.monotonic() - self._started, 3),
+                **{name: self._counts[name] for name in names},
+                "hits_by_tier": {tier: self._hits[tier] for tier in ("ram", "ssd")},
+                "tokens_saved_by_tier": {tier: self._tokens[tier] for tier in ("ram", "ssd")},
+                "faults": dict(self._faults),
+            }
