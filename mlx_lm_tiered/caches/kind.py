@@ -1,0 +1,145 @@
+"""What a cache class must answer to be kept, lent, cut and written, and the registry of those that do."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+
+class UnknownCacheClass(Exception):
+    """No kind is registered for a cache's class; the text names the class."""
+
+
+class InconsistentLength(ValueError):
+    """Caches that belong together hold different numbers of tokens."""
+
+
+class Tensor(NamedTuple):
+    """One array of a cache. `grow_axis` is the axis along which it may come back
+    longer than it was dumped, the room behind the last token; None if it may not."""
+
+    array: mx.array
+    grow_axis: int | None = None
+
+
+class Dump(NamedTuple):
+    """A cache as JSON-able fields and named arrays without slack."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+class Kind:
+    """What one cache class answers. One object per class, without state of its own.
+
+    `name` is the word in descriptors and files; it must never change its meaning.
+    `class_name` is the class's module and qualified name. A subclass of a known
+    class is unknown: it may hold or mean something else.
+    """
+
+    name: str
+    class_name: str
+
+    def cache_class(self) -> type:
+        """The class itself, its module imported on demand."""
+        module, _, attribute = self.class_name.rpartition(".")
+        return getattr(importlib.import_module(module), attribute)
+
+    def signature(self, cache: Any) -> str:
+        """How the cache stores what it holds, e.g. ``kv:quant:8:64``."""
+        raise NotImplementedError
+
+    def empty(self, cache: Any) -> bool:
+        """Whether the cache is as good as new."""
+        raise NotImplementedError
+
+    def length(self, cache: Any) -> int | None:
+        """Tokens the cache has seen; None if it is empty or does not count."""
+        raise NotImplementedError
+
+    def can_cut(self, cache: Any, n: int) -> bool:
+        """Whether `lend` to exactly `n` tokens gives the state of a fresh run over them."""
+        raise NotImplementedError
+
+    def minimum_reusable(self, cache: Any) -> int:
+        """No prefix of fewer tokens than this may be reused."""
+        return 0
+
+    def lend(self, cache: Any, n: int | None = None) -> Any:
+        """A new cache over the same buffers, cut to `n` tokens, which `can_cut` must allow.
+
+        Whatever the borrower does, the lender keeps its values: every array has a
+        new handle, and mlx copies a buffer with two handles before it writes to it.
+        """
+        raise NotImplementedError
+
+    def dump(self, cache: Any) -> Dump:
+        """Everything the cache holds."""
+        raise NotImplementedError
+
+    def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
+        """The cache that was dumped. Raises ValueError for anything `dump` cannot have made."""
+        raise NotImplementedError
+
+    def nbytes(self, cache: Any) -> int:
+        """Bytes of the arrays the cache holds, slack included."""
+        raise NotImplementedError
+
+    def observe(self, cache: Any) -> None:
+        """Note what bounds the reuse of a cache that just took a chunk of tokens."""
+
+    def row(self, cache: Any) -> Any | None:
+        """The cache as a batch of one over the same buffers, or None if upstream must merge."""
+        return None
+
+
+_by_class: dict[str, Kind] = {}
+_by_name: dict[str, Kind] = {}
+
+
+def register(kind: Kind) -> None:
+    """Make a kind known. Raises ValueError when its name or class is taken."""
+    if kind.class_name in _by_class or kind.name in _by_name:
+        raise ValueError(f"a kind for {kind.class_name} or named {kind.name} is registered already")
+    _by_class[kind.class_name] = kind
+    _by_name[kind.name] = kind
+
+
+def kinds() -> list[Kind]:
+    """All registered kinds."""
+    return list(_by_class.values())
+
+
+def class_name(cache: Any) -> str:
+    cls = type(cache)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def kind_of(cache: Any) -> Kind:
+    """The kind of a cache's exact class. Raises UnknownCacheClass."""
+    name = class_name(cache)
+    kind = _by_class.get(name)
+    if kind is None:
+        raise UnknownCacheClass(f"no kind for cache class {name}")
+    return kind
+
+
+def kind_named(name: str) -> Kind | None:
+    return _by_name.get(name)
+
+
+def share(array: mx.array | None) -> mx.array | None:
+    """A new handle on the same buffer."""
+    return None if array is None else array[...]
+
+
+def total_nbytes(arrays: Iterable[mx.array | None]) -> int:
+    return sum(a.nbytes for a in arrays if a is not None)
+
+
+def room(n: int, step: int, capacity: int) -> int:
+    """Slots to keep when cutting to `n` of `capacity`: the next token's included, in whole steps."""
+    return min(capacity, (n // step + 1) * step)
