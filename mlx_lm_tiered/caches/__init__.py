@@ -21,7 +21,7 @@ from .rotating import RotatingKind
 
 __all__ = [
     "Dump", "Dumped", "InconsistentLength", "Kind", "Tensor", "UnknownCacheClass", "can_cut", "check", "dump", "kind_of",
-    "kinds", "lend", "length", "load", "merge_row", "minimum_reusable", "nbytes", "observe", "register", "signatures",
+    "kinds", "lend", "length", "load", "merge_row", "minimum_reusable", "nbytes", "observe", "register", "signatures", "stay_cuttable",
 ]  # fmt: skip
 
 for _kind in (
@@ -64,6 +64,11 @@ def can_cut(caches: Sequence[Any], n: int) -> bool:
     they hold, and may lend them whole.
     """
     return all_can_cut(caches, n)
+
+
+def stay_cuttable(caches: Sequence[Any]) -> bool:
+    """Whether a longer run of these caches will serve every prefix that they serve now."""
+    return all(kind_of(c).stays_cuttable(c) for c in caches)
 
 
 def minimum_reusable(caches: Sequence[Any]) -> int:

@@ -46,6 +46,9 @@ class PlainKind(_Tokens):
     def signature(self, cache: Any) -> str:
         return "kv:plain"
 
+    def stays_cuttable(self, cache: Any) -> bool:
+        return True
+
     def lend(self, cache: Any, n: int | None = None) -> Any:
         lent = type(cache)()
         if self.empty(cache) or n == 0:
@@ -95,6 +98,9 @@ class ConcatenateKind(_Tokens):
 
     def signature(self, cache: Any) -> str:
         return "kv:concat"
+
+    def stays_cuttable(self, cache: Any) -> bool:
+        return True
 
     def lend(self, cache: Any, n: int | None = None) -> Any:
         lent = type(cache)()

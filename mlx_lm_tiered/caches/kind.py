@@ -68,6 +68,10 @@ class Kind:
         """No prefix of fewer tokens than this may be reused."""
         return 0
 
+    def stays_cuttable(self, cache: Any) -> bool:
+        """Whether every prefix that can be cut out now can still be cut out when the cache has grown."""
+        return False
+
     def lend(self, cache: Any, n: int | None = None) -> Any:
         """A new cache over the same buffers, cut to `n` tokens, which `can_cut` must allow.
 

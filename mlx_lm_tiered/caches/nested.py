@@ -93,6 +93,9 @@ class ListKind(Kind):
     def can_cut(self, cache: Any, n: int) -> bool:
         return all_can_cut(cache.caches, n)
 
+    def stays_cuttable(self, cache: Any) -> bool:
+        return all(kind_of(c).stays_cuttable(c) for c in cache.caches)
+
     def minimum_reusable(self, cache: Any) -> int:
         return max((kind_of(c).minimum_reusable(c) for c in cache.caches), default=0)
 

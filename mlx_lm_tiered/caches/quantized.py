@@ -35,6 +35,9 @@ class QuantizedKind(Kind):
     def can_cut(self, cache: Any, n: int) -> bool:
         return self.empty(cache) or self.minimum_reusable(cache) <= n <= cache.offset
 
+    def stays_cuttable(self, cache: Any) -> bool:
+        return hasattr(cache, BOUND)
+
     def minimum_reusable(self, cache: Any) -> int:
         if self.empty(cache):
             return 0

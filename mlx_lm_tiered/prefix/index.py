@@ -109,3 +109,7 @@ class PrefixIndex(Generic[E]):
                 if length > 0 and (best is None or length > best[1]):
                     best = entry, length
         return best
+
+    def closest(self, key: bytes) -> tuple[E, int] | None:
+        """The entry that shares most leading tokens with `key`, usable or not, and how many."""
+        return self.best(key, lambda entry, common: common)

@@ -85,6 +85,10 @@ class RamTier:
 
         return self._indexes[namespace].best(key, usable)
 
+    def closest(self, namespace: Hashable, key: bytes) -> tuple[Entry, int] | None:
+        """The entry that shares most leading tokens with `key`, usable or not, and how many."""
+        return self._indexes[namespace].closest(key) if namespace in self._indexes else None
+
     def touch(self, entry: Entry) -> None:
         """Make an entry the most recently used one."""
         self._order.move_to_end(entry)

@@ -55,6 +55,12 @@ class SsdTier:
             return Taken(caches, length)
         return None
 
+    def closest(self, source: ModelSource, key: bytes) -> tuple[int, int] | None:
+        """Length of the stored sequence that shares most leading tokens with `key`, and how many it shares."""
+        identity = self._identity(source, 0)
+        found = self._store.closest(identity.fingerprint, "", key) if identity is not None else None
+        return (found.entry.length, found.length) if found is not None else None
+
     def offer(self, entry: Entry) -> bool:
         """Queue an entry to be written. False when its model's fingerprint is not known yet; True also when it can never be written."""
         identity = self._identity(entry.source, 0)

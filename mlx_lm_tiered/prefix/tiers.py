@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_lm_hooks import ModelSource, Taken
 
 from .. import caches as kinds
 from ..statistics import Statistics
-from .ssd import SsdTier
 from .index import token_key
 from .ram import Entry, RamTier
+
+if TYPE_CHECKING:
+    from .ssd import SsdTier
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -59,6 +61,7 @@ class TieredPrefixCache:
             except Exception as error:
                 self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
         self._statistics.looked_up(len(tokens), taken.length if taken else 0)
+        self._explain(source, tokens, taken.length if taken else 0)
         return taken
 
     def put(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "assistant") -> None:
@@ -108,6 +111,31 @@ class TieredPrefixCache:
 
     # Inside
 
+    def _explain(self, source: ModelSource, tokens: Sequence[int], reused: int) -> None:
+        """One line per request: how much was reused, and why not more."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        text = f"reused {reused} of {len(tokens)} prompt tokens"
+        if reused < len(tokens) - 1:
+            text += "; " + self._why_not_more(source, token_key(tokens), len(tokens))
+        logger.info(text)
+
+    def _why_not_more(self, source: ModelSource, key: bytes, prompt: int) -> str:
+        closest = []
+        if (in_ram := self.ram.closest(self._namespace(source), key)) is not None:
+            closest.append((in_ram[1], in_ram[0].length, "RAM"))
+        if self._ssd is not None and (on_disk := self._ssd.closest(source, key)) is not None:
+            closest.append((on_disk[1], on_disk[0], "SSD"))
+        if not closest:
+            return "nothing stored for this model begins like it"
+        common, length, tier = max(closest)
+        where = f"the closest stored sequence ({length} tokens, {tier})"
+        if common < min(length, prompt):
+            return f"{where} diverges at token {common}"
+        if common == length:
+            return f"{where} ends there"
+        return f"{where} can only be reused whole"
+
     def _take(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
         key = token_key(tokens)
         namespace = self._namespace(source)
@@ -122,7 +150,7 @@ class TieredPrefixCache:
         entry, length = found
         self.ram.touch(entry)
         self._statistics.hit("ram", length)
-        return Taken(kinds.lend(entry.caches, length), length)
+        return Taken(kinds.lend(entry.caches, length if length < entry.length else None), length)
 
     def _keep_restored(self, namespace: Hashable, source: ModelSource, tokens: Sequence[int], restored: Taken) -> Taken:
         """Restored caches go to the request, which then writes in place. Only those that a longer entry will not be able to serve stay here as well."""
@@ -134,11 +162,9 @@ class TieredPrefixCache:
         return Taken(kinds.lend(restored.caches), restored.length)
 
     def _put(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], role: str) -> None:
-        held = self._held(tokens, caches)
+        caches, held = self._agreeing(tokens, caches)
         if held == 0:
             return
-        if held < len(tokens):
-            caches = kinds.lend(caches, held)
         key = token_key(tokens[:held])
         namespace = self._namespace(source)
         if (covering := self.ram.covering(namespace, key, held)) is not None and covering.length > held:
@@ -152,22 +178,24 @@ class TieredPrefixCache:
         elif self._writebehind:
             self._save(entry)
 
-    def _held(self, tokens: Sequence[int], caches: list[Any]) -> int:
-        """How many of `tokens` the caches hold: the door where key length and cache offset must agree.
+    def _agreeing(self, tokens: Sequence[int], caches: list[Any]) -> tuple[list[Any], int]:
+        """The caches, and how many of `tokens` they hold: the door where key length and cache offset must agree.
 
-        Upstream's speculative path stores a key that is one longer than its cache. The
-        caches hold the key's first tokens, so what they agree on is stored under that
-        many tokens; caches that cannot be cut to it are refused.
+        Upstream's speculative path stores a key that is one longer than its caches,
+        whose lengths differ by one between the models. They hold the key's first
+        tokens, so what they agree on is kept; what cannot be cut to it is refused.
         """
-        lengths = [n for n in map(kinds.length_of, caches) if n is not None]
-        held = min([len(tokens), *lengths])
-        if held == len(tokens) and all(n == held for n in lengths):
-            return held
-        if held == 0 or not kinds.can_cut(caches, held):
-            self._statistics.fault("length_mismatch", f"a cache of {lengths[:1]} tokens came with a key of {len(tokens)}; not stored")
-            return 0
+        parts = [(cache, kinds.kind_of(cache)) for cache in caches]
+        lengths = [kind.length(cache) for cache, kind in parts]
+        counted = [n for n in lengths if n is not None]
+        held = min([len(tokens), *counted])
+        if held == len(tokens) and all(n == held for n in counted):
+            return caches, held
+        if held == 0 or not all(n == held or kind.can_cut(cache, held) for (cache, kind), n in zip(parts, lengths, strict=True)):
+            self._statistics.fault("length_mismatch", f"caches of {sorted(set(counted))} tokens came with a key of {len(tokens)}; not stored")
+            return caches, 0
         self._statistics.count("keys_shortened")
-        return held
+        return [cache if n == held else kind.lend(cache, held) for (cache, kind), n in zip(parts, lengths, strict=True)], held
 
     def _evicted(self, entry: Entry) -> None:
         if self._ssd is not None and not self._ssd.covers(entry):

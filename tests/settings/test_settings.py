@@ -62,7 +62,7 @@ def test_writebehind_as_switch(tmp_path):
         (["--no-writebehind"], {}, "--writebehind does nothing without --ssd-cache"),
         (["--ssd-cache", "/nowhere/kv", "--prompt-cache-bytes", "0"], {}, "needs the RAM tier"),
         (["--ssd-cache", "/nowhere/kv", "--prompt-cache-size", "0"], {}, "needs the RAM tier"),
-        (["--ssd-cache", "/nowhere/kv"], {"MLX_LM_TIERED_PROMPT_CACHE_BYTES": "0"}, "MLX_LM_TIERED_PROMPT_CACHE_BYTES 0 switches it off"),
+        (["--ssd-cache", "/nowhere/kv"], {"MLX_LM_TIERED_PROMPT_CACHE_BYTES": "0"}, "which MLX_LM_TIERED_PROMPT_CACHE_BYTES 0 switches off"),
         (["--ssd-cache", "/nowhere/kv", "--ssd-cache-max", "lots"], {}, "--ssd-cache-max: 'lots' is not a size"),
         (["--ssd-cache", "/nowhere/kv", "--ssd-cache-max", "0"], {}, "leaves no room"),
         (["--ssd-cache", "/nowhere/kv", "--ssd-cache-verify", "maybe"], {}, "not one of auto, always, never"),

@@ -1,0 +1,178 @@
+"""The main job, against real server processes: what was computed once is not computed again."""
+
+import json
+import signal
+import threading
+import time
+
+import pytest
+
+from support.models import document
+from support.server import RequestFailed, stock, tiered, user
+
+LONG = 3000  # characters: several hundred tokens, past the tiny models' window of 64
+
+
+def ask(server, *texts, **options):
+    return server.chat(user(*texts), tokens=True, max_tokens=12, **options)
+
+
+@pytest.mark.parametrize("path", ["batch", "sequential"])
+def test_the_same_prompt_is_cold_once(tiny_model, cache_dir, tmp_path, path):
+    # A seed sends upstream's server down its sequential path.
+    options = {"seed": 7} if path == "sequential" else {}
+    question = document(LONG)
+    with stock(tiny_model, tmp_path / "stock.log") as server:
+        expected = ask(server, question, **options)
+    with tiered(tiny_model, cache_dir, log=tmp_path / "first.log") as server:
+        cold = ask(server, question, **options)
+        warm = ask(server, question, **options)
+        assert server.terminate() == 0
+    with tiered(tiny_model, cache_dir, log=tmp_path / "second.log") as server:
+        restored = ask(server, question, **options)
+        stats = server.stats()
+    assert cold.cached_tokens == 0
+    assert warm.cached_tokens == restored.cached_tokens == cold.prompt_tokens - 1
+    assert expected.tokens == cold.tokens == warm.tokens == restored.tokens
+    assert stats["hits_by_tier"] == {"ram": 0, "ssd": 1}
+    assert stats["tokens_saved"] == restored.cached_tokens
+    assert stats["faults"] == {}
+
+
+@pytest.mark.parametrize("path", ["batch", "sequential"])
+def test_a_conversation_goes_on_after_a_restart(tiny_model, cache_dir, tmp_path, path):
+    """Fault 9: recurrent layers too reuse the earlier turn."""
+    options = {"seed": 7} if path == "sequential" else {}
+    question, more = document(LONG), "And what does the module return?"
+    with tiered(tiny_model, cache_dir, log=tmp_path / "first.log") as server:
+        first = ask(server, question, **options)
+        same_process = ask(server, question, first.text, more, **options)
+        assert server.terminate() == 0
+    assert same_process.cached_tokens >= first.prompt_tokens - 1
+    with tiered(tiny_model, cache_dir, log=tmp_path / "second.log") as server:
+        restored = ask(server, question, first.text, more, **options)
+        again = ask(server, question, first.text, more, **options)
+    assert restored.cached_tokens >= first.prompt_tokens - 1
+    assert restored.tokens == same_process.tokens == again.tokens
+    assert again.cached_tokens == again.prompt_tokens - 1
+
+
+def test_short_prompts_hit_too(tiny_llama, cache_dir, tmp_path):
+    """Fault 27."""
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "first.log") as server:
+        cold = ask(server, "hi")
+        assert server.terminate() == 0
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "second.log") as server:
+        assert ask(server, "hi").cached_tokens == cold.prompt_tokens - 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_running_request_finish_and_saves(tiny_llama, cache_dir, tmp_path, number):
+    """Fault 14."""
+    question = document(LONG)
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "first.log") as server:
+        answers = []
+        running = threading.Thread(target=lambda: answers.append(server.chat(user(question), max_tokens=400, tokens=True)))
+        running.start()
+        while not server.stats()["lookups"]:
+            time.sleep(0.01)
+        server.signal(number)
+        time.sleep(0.05)
+        with pytest.raises((RequestFailed, OSError)):
+            server.chat(user("too late"))
+        running.join(60)
+        assert server.process.wait(60) == 0
+        assert answers and answers[0].completion_tokens == 400
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "second.log") as server:
+        assert ask(server, question).cached_tokens == answers[0].prompt_tokens - 1
+
+
+def test_a_second_signal_exits_at_once(tiny_llama, cache_dir, tmp_path):
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "log") as server:
+        threading.Thread(target=lambda: pytest.raises((RequestFailed, OSError), server.chat, user("a"), max_tokens=100000), daemon=True).start()
+        while not server.stats()["lookups"]:
+            time.sleep(0.01)
+        server.signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert server.running
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(5) == 128 + signal.SIGTERM
+
+
+def test_the_shutdown_timeout_holds(tiny_llama, cache_dir, tmp_path):
+    with tiered(tiny_llama, cache_dir, "--shutdown-timeout", "1", log=tmp_path / "log") as server:
+        threading.Thread(target=lambda: pytest.raises((RequestFailed, OSError), server.chat, user("a"), max_tokens=10**6), daemon=True).start()
+        while not server.stats()["lookups"]:
+            time.sleep(0.01)
+        start = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(15) == 1
+        assert 0.9 < time.monotonic() - start < 10
+
+
+def test_flush_means_durable(tiny_llama, cache_dir, tmp_path):
+    """200 only when a SIGKILL right after it loses nothing; a look at the evidence."""
+    question = document(LONG)
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "first.log") as server:
+        cold = ask(server, question)
+        status, report = server.flush()
+        server.kill()
+    assert status == 200 and report["durable"]
+    assert report["pending"] == report["dropped"] == report["failed"] == 0
+    assert report["longest_durable_prefix_tokens"] >= cold.prompt_tokens
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "second.log") as server:
+        assert ask(server, question).cached_tokens == cold.prompt_tokens - 1
+
+
+def test_flush_without_an_ssd_tier_promises_nothing(tiny_llama, tmp_path):
+    with tiered(tiny_llama, None, log=tmp_path / "log") as server:
+        ask(server, "hi")
+        status, report = server.flush()
+    assert status == 503 and not report["durable"]
+
+
+def test_without_writebehind_a_flush_still_saves(tiny_llama, cache_dir, tmp_path):
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "log", env={"MLX_LM_TIERED_WRITEBEHIND": "0"}) as server:
+        ask(server, document(LONG))
+        time.sleep(2)
+        assert server.stats()["ssd"]["entries"] == 0
+        status, report = server.flush()
+        assert status == 200 and report["entries"] >= 1
+
+
+def test_writebehind_needs_no_flush(tiny_llama, cache_dir, tmp_path):
+    question = document(LONG)
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "first.log") as server:
+        cold = ask(server, question)
+        deadline = time.monotonic() + 20
+        while not server.stats()["ssd"]["entries"] and time.monotonic() < deadline:
+            time.sleep(0.1)
+        server.kill()
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "second.log") as server:
+        assert ask(server, question).cached_tokens == cold.prompt_tokens - 1
+
+
+def test_eviction_from_ram_spills(tiny_llama, cache_dir, tmp_path):
+    """Fault 23's kind: what leaves RAM unwritten is written, and comes back from there."""
+    questions = [f"{i} " + document(LONG, start=300 * i) for i in range(6)]
+    flags = ["--prompt-cache-bytes", "3MB", "--no-writebehind"]
+    with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "log") as server:
+        first = [ask(server, q) for q in questions]
+        assert server.flush()[0] == 200
+        second = [ask(server, q) for q in questions]
+        stats = server.stats()
+    assert stats["spills"] >= 1 and stats["ram"]["bytes"] <= 3 * 10**6
+    assert [a.cached_tokens for a in second] == [a.prompt_tokens - 1 for a in first]
+    assert [a.tokens for a in second] == [a.tokens for a in first]
+
+
+def test_stats_is_json_of_both_tiers(tiny_llama, cache_dir, tmp_path):
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "log") as server:
+        ask(server, "hi")
+        stats = json.loads(server.request("GET", "/stats")[1])
+    for name in ("hits", "misses", "tokens_saved", "spills"):
+        assert isinstance(stats[name], int)
+    for name in ("entries", "bytes", "max_bytes", "restores", "pending", "dropped", "failed"):
+        assert isinstance(stats["ssd"][name], int), name
+    for name in ("entries", "bytes", "max_bytes"):
+        assert isinstance(stats["ram"][name], int), name
