@@ -75,7 +75,7 @@ class Runtime:
     def idle_turn(self) -> bool:
         """One bounded unit of background work on the generation thread. True when more is waiting."""
         for cache in list(self._caches):
-            if cache.unsaved_turn():
+            if cache.idle_turn():
                 return True
         self._flushes.turn(self._offer_unsaved)
         return self._queue.turn() if self._queue is not None else False

@@ -37,6 +37,7 @@ class Entry:
     length: int
     caches: list[Any]
     role: str
+    settled: bool = False  # whether its arrays are computed
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,15 +51,15 @@ class Entry:
 class RamTier:
     """Entries of all namespaces. Belongs to the generation thread; the counts may be read from anywhere.
 
-    `on_evict` gets every entry that leaves for want of room, `max_entries` is None for
+    `on_evict` gets every entry that leaves for want of room; `max_entries` is None for
     no limit but the bytes.
     """
 
-    def __init__(self, max_bytes: int, max_entries: int | None = None, on_evict: Callable[[Entry], None] = lambda entry: None):
+    def __init__(self, max_bytes: int, max_entries: int | None = None):
         self.max_bytes = max_bytes
         self.max_entries = max_entries
         self.evictions = 0
-        self._on_evict = on_evict
+        self.on_evict: Callable[[Entry], None] = lambda entry: None
         self._order: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
         self._indexes: defaultdict[Hashable, PrefixIndex[Entry]] = defaultdict(PrefixIndex)
         self._nbytes = 0
@@ -128,7 +129,7 @@ class RamTier:
             entry = next(iter(self._order))
             self._remove(entry)
             self.evictions += 1
-            self._on_evict(entry)
+            self.on_evict(entry)
 
     def by_role(self) -> dict[str, tuple[int, int]]:
         """(entries, bytes) per role."""

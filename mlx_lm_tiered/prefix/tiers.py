@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+
 from mlx_lm_hooks import ModelSource, Taken
 
 from .. import caches as kinds
@@ -41,7 +43,7 @@ class TieredPrefixCache:
         self._namespace = namespace
         self._writebehind = writebehind and ssd is not None
         self._unsaved: deque[Entry] = deque()  # evicted or put before their model's fingerprint was known
-        ram._on_evict = self._evicted
+        ram.on_evict = self._evicted
 
     # The contract
 
@@ -94,14 +96,19 @@ class TieredPrefixCache:
     def __len__(self) -> int:
         return len(self.ram)
 
-    # Saving, in idle turns
+    # In idle turns
 
-    def unsaved_turn(self) -> bool:
-        """Hand one entry that waited for its fingerprint to the writer. True when more can go now."""
-        if self._ssd is None or not self._unsaved or not self._ssd.offer(self._unsaved[0]):
-            return False
-        self._unsaved.popleft()
-        return bool(self._unsaved)
+    def idle_turn(self) -> bool:
+        """One bounded step: compute an entry's arrays, or queue one that waited for its model's fingerprint. Whether there was something to do."""
+        if (entry := next((e for e in self.ram if not e.settled), None)) is not None:
+            # Rows come out of upstream's batch as graphs that keep the whole batch's buffers alive.
+            mx.eval([cache.state for cache in entry.caches])
+            entry.settled = True
+            return True
+        if self._ssd is not None and self._unsaved and self._ssd.offer(self._unsaved[0]):
+            self._unsaved.popleft()
+            return True
+        return False
 
     def unsaved_entries(self) -> list[Entry]:
         """The entries that the SSD tier does not have yet, for a flush."""
@@ -175,7 +182,8 @@ class TieredPrefixCache:
         if not self.ram.put(entry):
             self._statistics.count("larger_than_ram_tier")
             self._save(entry)
-        elif self._writebehind:
+            return
+        if self._writebehind:
             self._save(entry)
 
     def _agreeing(self, tokens: Sequence[int], caches: list[Any]) -> tuple[list[Any], int]:
