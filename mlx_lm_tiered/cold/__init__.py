@@ -1,0 +1,1 @@
+"""The SSD tier: file format, store, spill queue."""

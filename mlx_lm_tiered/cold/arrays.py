@@ -1,0 +1,123 @@
+"""Between mlx arrays and bytes. Generation thread only.
+
+Where memory is shared (CPU, Metal), numpy can look straight into an evaluated
+array's buffer: reading a file into that view fills the array, and writing from it
+copies nothing. On CUDA the buffer may live on the device, so a copy goes through
+numpy there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .format import DTYPES, TensorSpec
+
+STEP = 256  # tokens by which upstream's caches grow (`KVCache.step`)
+PIECE = 4 << 20  # bytes read at once: large for the disk, small enough that hashing finds them in the processor's cache
+MAX_RUNS = 512  # of one vectored read; systems allow 1024
+# Room for growth in one entry. Real entries stay far below; a hostile header could ask for a thousandfold of its file.
+MAX_ROOM = 4 << 30
+
+_MLX = {
+    "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "U32": mx.uint32, "I32": mx.int32,
+    "U64": mx.uint64, "I64": mx.int64, "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "F64": mx.float64,
+    "C64": mx.complex64,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _MLX.items()}
+
+
+def spec_of(name: str, array: mx.array, grow_axis: int | None) -> TensorSpec:
+    """The spec under which an array is stored."""
+    return TensorSpec(name, _NAMES[array.dtype], tuple(array.shape), grow_axis)
+
+
+def to_bytes(array: mx.array) -> memoryview:
+    """An array's elements in row-major order. The view keeps the buffer alive, and may share it: read only."""
+    array = mx.contiguous(array)
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)  # numpy has no bfloat16
+    mx.eval(array)
+    view = np.array(array, copy=None if _shared_memory() else True)
+    return memoryview(np.ascontiguousarray(view).reshape(-1).view(np.uint8)).toreadonly()
+
+
+def capacities(specs: tuple[TensorSpec, ...]) -> list[tuple[int, ...]]:
+    """The shapes in which tensors are restored: at least one step of room along the grow axis, so that the next tokens are written in place."""
+    shapes, room = [], 0
+    for spec in specs:
+        shape = list(spec.shape)
+        if spec.grow_axis is not None and spec.nbytes > 0:
+            shape[spec.grow_axis] = (shape[spec.grow_axis] // STEP + 2) * STEP
+            room += math.prod(shape) * DTYPES[spec.dtype] - spec.nbytes
+        shapes.append(tuple(shape))
+    return shapes if room <= MAX_ROOM else [spec.shape for spec in specs]
+
+
+class Landing:
+    """A new array of `shape`, and the places where a file's bytes of `spec` go in it."""
+
+    def __init__(self, spec: TensorSpec, shape: tuple[int, ...]):
+        self._spec = spec
+        self._array: mx.array | None = None
+        dtype = _MLX[spec.dtype]
+        if _shared_memory():
+            self._array = mx.zeros(shape, dtype=dtype)
+            mx.eval(self._array)
+            view = np.array(self._array.view(mx.uint16) if dtype == mx.bfloat16 else self._array, copy=False)
+            if not (view.flags.writeable and view.flags.c_contiguous):
+                raise RuntimeError("mlx no longer lends its buffers to numpy")
+        else:
+            view = np.zeros(shape, dtype=_numpy_dtype(spec.dtype))
+        self._view = view
+
+    def runs(self) -> Iterator[list[memoryview]]:
+        """Where the file's bytes go, in order: lists of writable pieces of memory, each list about `PIECE` bytes."""
+        spec = self._spec
+        if spec.nbytes == 0:
+            return
+        axis = spec.grow_axis if spec.grow_axis is not None else 0
+        shape = self._view.shape or (1,)
+        lengths = spec.shape or (1,)
+        inner = math.prod(shape[axis + 1 :]) * self._view.itemsize
+        rows = self._view.reshape(math.prod(shape[:axis]), -1).view(np.uint8)
+        length = lengths[axis] * inner
+        batch: list[memoryview] = []
+        size = 0
+        for row in rows:
+            for start in range(0, length, PIECE):
+                piece = memoryview(row[start : min(start + PIECE, length)])
+                batch.append(piece)
+                size += len(piece)
+                if size >= PIECE or len(batch) == MAX_RUNS:
+                    yield batch
+                    batch, size = [], 0
+        if batch:
+            yield batch
+
+    def finish(self) -> mx.array:
+        """The filled array."""
+        if self._array is None:
+            array = mx.array(self._view)
+            self._array = array.view(mx.bfloat16) if self._spec.dtype == "BF16" else array
+            mx.eval(self._array)
+        del self._view
+        return self._array
+
+
+def _numpy_dtype(name: str) -> Any:
+    special = {"BOOL": np.bool_, "BF16": np.uint16, "C64": np.complex64}
+    kind = {"U": "u", "I": "i", "F": "f"}
+    return special[name] if name in special else np.dtype(f"{kind[name[0]]}{DTYPES[name]}")
+
+
+@cache
+def _shared_memory() -> bool:
+    """Whether numpy may look into mlx's buffers and write there: yes, unless mlx computes on CUDA."""
+    cuda = getattr(mx, "cuda", None)
+    return not (cuda is not None and cuda.is_available())

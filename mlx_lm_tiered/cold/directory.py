@@ -1,0 +1,242 @@
+"""The cache directory: its places, its bytes, who may write.
+
+    v1/FINGERPRINT/NAME.safetensors   entries; NAME is a hash of namespace and tokens
+    tmp/TOKEN-N.tmp                   entries being written by the process with TOKEN
+    writers/TOKEN.lock                locked while that process lives
+    quarantine/NAME.N.bad             entries found damaged
+    lock                              held while files are put in place or evicted
+
+The files are the database: recency is their modification time, the cap is enforced
+by looking at them, so any number of processes may share a directory. Files that do
+not fit these names count towards the cap and are never deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .locks import FileLock
+from .writer import sync_directory
+
+LOCK_TIMEOUT = 10.0  # seconds; whoever holds the lock renames, stats and unlinks
+BLOCK = 4096
+# Kept free for what is written without asking here: the memo of file digests (and
+# its successor, while it is being replaced), and directories that grow.
+SIDE_ROOM = 256 << 10
+
+_ENTRY = re.compile(r"v1/([0-9a-f]{16,128})/([0-9a-f]{32})\.safetensors")
+_PARTIAL = re.compile(r"tmp/([0-9a-f]{16})-\d+\.tmp")
+_BAD = re.compile(r"quarantine/[0-9a-f]{32}\.\d+\.bad")
+_WRITER = re.compile(r"writers/([0-9a-f]{16})\.lock")
+
+
+class DirectoryFull(Exception):
+    """No room can be made under the cap; its text is one sentence."""
+
+
+@dataclass(frozen=True)
+class DiskFile:
+    """A file under the directory. `kind` is ``entry``, ``partial``, ``bad``, ``writer`` or ``other``; `owner` the fingerprint or token in its name; `charge` the bytes it counts for."""
+
+    path: Path
+    kind: str
+    owner: str
+    size: int
+    charge: int
+    used: int
+
+
+def entry_name(namespace: str, key: bytes) -> str:
+    """The file name of an entry: the same tokens get the same file, so a rename replaces them."""
+    return hashlib.blake2b(key, digest_size=16, person=hashlib.sha256(namespace.encode()).digest()[:16]).hexdigest() + ".safetensors"
+
+
+class Directory:
+    """Everything that is done to the directory as a whole. Thread-safe; methods raise OSError."""
+
+    def __init__(self, root: Path, max_bytes: int):
+        self.root = root
+        self.max_bytes = max_bytes
+        self.side_room = min(SIDE_ROOM, max_bytes // 8)
+        self._token = secrets.token_hex(8)
+        self._numbers = itertools.count()
+        self._writer = FileLock(root / "writers" / f"{self._token}.lock")
+        self._lock = FileLock(root / "lock")
+        self._threads = threading.RLock()
+        self._depth = 0
+
+    # Places
+
+    def entry_path(self, fingerprint: str, namespace: str, key: bytes) -> Path:
+        return self.root / "v1" / fingerprint / entry_name(namespace, key)
+
+    def prepare(self) -> None:
+        """Make what is missing of the directory, and show this process to others as a live writer."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in ("v1", "tmp", "writers", "quarantine"):
+            _own_directory(self.root / name)
+        with self.locked():
+            if not self._writer.held:
+                self._writer.release()
+                self._writer.acquire(LOCK_TIMEOUT)
+
+    def close(self) -> None:
+        """No longer a writer here."""
+        if self._writer.held:
+            self._writer.path.unlink(missing_ok=True)
+        self._writer.release()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude other threads and processes from evicting and putting files in place. Reentrant."""
+        with self._threads:
+            if self._depth == 0:
+                self._lock.acquire(LOCK_TIMEOUT)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._lock.release()
+
+    # Bytes
+
+    def files(self) -> list[DiskFile]:
+        """Every file under the root. Those that vanish while we look are left out."""
+        return [file for file, _ in self._walk() if file is not None]
+
+    def usage(self) -> int:
+        """The bytes all files and directories under the root take."""
+        return sum(charge for _, charge in self._walk())
+
+    def make_room(self, need: int, keep: frozenset[Path] = frozenset()) -> list[Path]:
+        """Evict until `need` more bytes fit under the cap; returns the entries that went.
+
+        Damaged files go first, then entries by last use, whatever model they belong
+        to; `keep` goes last. Raises DirectoryFull when evicting everything would not
+        do, and evicts nothing then. Call with the lock held.
+        """
+        walked = list(self._walk())
+        used = sum(charge for _, charge in walked)
+        need = _blocks(need) + self.side_room if need else 0
+        victims = [file for file, _ in walked if file is not None and file.kind in ("entry", "bad")]
+        if used + need <= self.max_bytes:
+            return []
+        if used - sum(file.charge for file in victims) + need > self.max_bytes:
+            raise DirectoryFull(f"{need} bytes do not fit under the cap of {self.max_bytes} beside what is not ours to evict.")
+        gone = []
+        for file in sorted(victims, key=lambda f: (f.path in keep, f.kind != "bad", f.used)):
+            file.path.unlink(missing_ok=True)
+            used -= file.charge
+            if file.kind == "entry":
+                gone.append(file.path)
+            if used + need <= self.max_bytes:
+                break
+        return gone
+
+    def _walk(self) -> Iterator[tuple[DiskFile | None, int]]:
+        """(file, charge) of every file, (None, charge) of every directory below the root."""
+        pending = [self.root]
+        while pending:
+            try:
+                entries = list(os.scandir(pending.pop()))
+            except FileNotFoundError:
+                continue
+            for entry in entries:
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                charge = max(_blocks(status.st_size), status.st_blocks * 512)
+                if stat.S_ISDIR(status.st_mode):
+                    pending.append(Path(entry.path))
+                    yield None, charge
+                else:
+                    path = Path(entry.path)
+                    yield _classify(path, path.relative_to(self.root).as_posix(), status, charge), charge
+
+    # Files
+
+    def create_partial(self) -> tuple[Path, int]:
+        """A new temporary file, open for writing."""
+        path = self.root / "tmp" / f"{self._token}-{next(self._numbers)}.tmp"
+        return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def publish(self, partial: Path, path: Path) -> None:
+        """Put a finished file in place, durably. Call with the lock held."""
+        created = _own_directory(path.parent)
+        os.rename(partial, path)
+        sync_directory(path.parent)
+        if created:
+            sync_directory(path.parent.parent)
+
+    def quarantine(self, path: Path, status: os.stat_result) -> bool:
+        """Move a damaged entry out of the way, if it is still the file that was read."""
+        with self.locked():
+            try:
+                there = os.stat(path, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            if (there.st_dev, there.st_ino) != (status.st_dev, status.st_ino):
+                return False
+            _own_directory(self.root / "quarantine")
+            os.rename(path, self.root / "quarantine" / f"{path.stem}.{time.time_ns()}.bad")
+            return True
+
+    def reap(self) -> int:
+        """Remove what writers that no longer live left behind; returns the number of temporary files."""
+        count = 0
+        with self.locked():
+            files = self.files()
+            owners = {file.owner for file in files if file.kind in ("partial", "writer")} - {self._token}
+            for owner in owners:
+                lock = FileLock(self.root / "writers" / f"{owner}.lock")
+                if not lock.try_acquire():
+                    continue
+                try:
+                    for file in files:
+                        if file.kind == "partial" and file.owner == owner:
+                            file.path.unlink(missing_ok=True)
+                            count += 1
+                    lock.path.unlink(missing_ok=True)
+                finally:
+                    lock.release()
+        return count
+
+
+def _classify(path: Path, relative: str, status: os.stat_result, charge: int) -> DiskFile:
+    kind, owner = "other", ""
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        for name, pattern in (("entry", _ENTRY), ("partial", _PARTIAL), ("bad", _BAD), ("writer", _WRITER)):
+            if match := pattern.fullmatch(relative):
+                kind, owner = name, match.group(1) if match.groups() else ""
+                break
+    return DiskFile(path, kind, owner, status.st_size, charge, status.st_mtime_ns)
+
+
+def _own_directory(path: Path) -> bool:
+    """Make sure `path` is a directory and no link to elsewhere; True when it had to be made."""
+    try:
+        path.mkdir(mode=0o700)
+        return True
+    except FileExistsError:
+        if not stat.S_ISDIR(os.stat(path, follow_symlinks=False).st_mode):
+            raise OSError(errno.ENOTDIR, "Not a directory", str(path)) from None
+        return False
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK

@@ -1,0 +1,300 @@
+"""One stored prefix is one valid safetensors file, and this module knows its bytes.
+
+Layout (https://huggingface.co/docs/safetensors, "Format"): 8 bytes little-endian
+header length, a JSON header padded with spaces, the tensors one behind the other.
+Ours adds: the body starts at a multiple of 4096 bytes; the first tensor is
+``tokens`` (I64); ``__metadata__`` says what is stored and carries checksums.
+
+The header comes before the body but carries the body's checksums, so their width is
+fixed and they stand at a fixed place, right behind the header's own checksum. A
+writer lays the header out first, writes the body, then fills the checksums in.
+
+- ``checksum``: xxh3_128 over the whole header, length field included, with these 32
+  digits zeroed. Tells every flipped bit of the header.
+- ``checksums``: xxh3_64 of each tensor, 16 hex digits each, in file order.
+
+A file is untrusted input: every number is checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import xxhash
+
+FORMAT = "mlx-lm-tiered-kv"
+VERSION = "1"
+ALIGNMENT = 4096
+MAX_HEADER = 8 << 20
+MAX_TENSORS = 1 << 16
+MAX_NESTING = 48
+MAX_DIMENSIONS = 8
+TOKENS = "tokens"
+
+# Bytes per element of the safetensors dtypes that mlx has too.
+DTYPES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+_PREFIX = b'{"__metadata__":{"checksum":"'
+_MIDDLE = b'","checksums":"'
+_HASH_AT = 8 + len(_PREFIX)  # of the header's own checksum, from the start of the file
+_SUMS_AT = _HASH_AT + 32 + len(_MIDDLE)
+
+
+class BadEntry(Exception):
+    """A file is not a sound entry; its text is one sentence saying why."""
+
+
+class ForeignEntry(BadEntry):
+    """A sound file of another format version: to be ignored, not quarantined."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's place in an entry. `dtype` is safetensors' name; `grow_axis` is the token axis, if it has one."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    grow_axis: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What an entry's header says, apart from where its bytes are.
+
+    `length` counts tokens; `descriptors` are the caches' (see `caches.dump`), with
+    their signatures; no prefix shorter than `minimum_reusable` may be cut from the
+    entry, and none at all unless `cuttable`. `created` is nanoseconds since 1970.
+    """
+
+    fingerprint: str
+    namespace: str
+    length: int
+    tensors: tuple[TensorSpec, ...]
+    descriptors: Any
+    cuttable: bool = False
+    minimum_reusable: int = 0
+    role: str = ""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    created: int = 0
+
+    @property
+    def all_tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors in file order, the tokens first."""
+        return (TensorSpec(TOKENS, "I64", (self.length,)), *self.tensors)
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checked header. `body` is where the tensors start; `checksums` and `offsets` (from `body`) go with `meta.all_tensors`."""
+
+    meta: Meta
+    body: int
+    offsets: tuple[int, ...]
+    checksums: tuple[str, ...]
+
+
+def digest(data: Any) -> str:
+    """The checksum of a tensor's bytes."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def file_size(meta: Meta) -> int:
+    """Bytes of the finished file."""
+    return len(layout(meta)) + sum(spec.nbytes for spec in meta.all_tensors)
+
+
+def layout(meta: Meta) -> bytearray:
+    """The header's bytes, its length field included, with all checksums still zero; `seal` fills them in.
+
+    Raises ValueError for what no reader would accept.
+    """
+    tensors = meta.all_tensors
+    if len({spec.name for spec in tensors}) != len(tensors) or len(tensors) > MAX_TENSORS:
+        raise ValueError("Tensor names are not unique, or there are too many.")
+    metadata = {
+        "checksum": "0" * 32,
+        "checksums": "0" * 16 * len(tensors),
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": meta.fingerprint,
+        "namespace": meta.namespace,
+        "length": str(meta.length),
+        "cuttable": "true" if meta.cuttable else "false",
+        "minimum_reusable": str(meta.minimum_reusable),
+        "role": meta.role,
+        "created": str(meta.created),
+        "grow_axes": _compact([spec.grow_axis for spec in tensors]),
+        "caches": _compact(meta.descriptors),
+        "provenance": _compact(dict(meta.provenance)),
+    }
+    table: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for spec in tensors:
+        table[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offset, offset + spec.nbytes]}
+        offset += spec.nbytes
+    text = _compact(table).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    if len(text) > MAX_HEADER:
+        raise ValueError(f"The header has {len(text)} bytes, more than {MAX_HEADER}.")
+    return bytearray(struct.pack("<Q", len(text)) + text)
+
+
+def seal(header: bytearray, checksums: Sequence[str]) -> None:
+    """Fill the tensors' checksums and the header's own into what `layout` made."""
+    sums = "".join(checksums).encode()
+    header[_SUMS_AT : _SUMS_AT + len(sums)] = sums
+    header[_HASH_AT : _HASH_AT + 32] = xxhash.xxh3_128_hexdigest(header).encode()
+
+
+def header_length(start: bytes, size: int) -> int:
+    """Bytes of the header, length field included, from the first 8 bytes of a file of `size` bytes. Raises BadEntry."""
+    if len(start) < 8:
+        raise BadEntry("The file is shorter than a header.")
+    (length,) = struct.unpack("<Q", start[:8])
+    if length > MAX_HEADER or 8 + length > size:
+        raise BadEntry(f"The header claims {length} bytes in a file of {size}.")
+    if length < _SUMS_AT or (8 + length) % ALIGNMENT:
+        raise BadEntry(f"The header claims {length} bytes, which no writer of this format writes.")
+    return 8 + length
+
+
+def parse(header: bytes, size: int) -> Header:
+    """Check the header of a file of `size` bytes, and read it. Raises BadEntry."""
+    if header[8:_HASH_AT] != _PREFIX or header[_HASH_AT + 32 : _SUMS_AT] != _MIDDLE:
+        raise BadEntry("The file is not an entry of this program.")
+    zeroed = bytearray(header)
+    zeroed[_HASH_AT : _HASH_AT + 32] = b"0" * 32
+    if header[_HASH_AT : _HASH_AT + 32] != xxhash.xxh3_128_hexdigest(zeroed).encode():
+        raise BadEntry("The header does not match its checksum.")
+    table = _object(_parse_json(header[8:]), "header")
+    texts = _object(table.pop("__metadata__", None), "metadata")
+    if not all(isinstance(value, str) for value in texts.values()):
+        raise BadEntry("The metadata holds something that is not a string.")
+    if texts.get("format") != FORMAT:
+        raise BadEntry("The file is not an entry of this program.")
+    if texts.get("version") != VERSION:
+        raise ForeignEntry("The file has another format version.")
+    if not 1 <= len(table) <= MAX_TENSORS:
+        raise BadEntry(f"The file claims {len(table)} tensors.")
+    specs, offsets = _tensors(table, _parse_json(_text(texts, "grow_axes")), size - len(header))
+    length = _number(texts, "length")
+    if specs[0] != TensorSpec(TOKENS, "I64", (length,)) or length == 0:
+        raise BadEntry("The first tensor is not the tokens.")
+    minimum = _number(texts, "minimum_reusable")
+    if minimum > length:
+        raise BadEntry("The minimum reusable offset is beyond the last token.")
+    sums = _text(texts, "checksums")
+    if len(sums) != 16 * len(specs):
+        raise BadEntry("There is not one checksum for each tensor.")
+    meta = Meta(
+        fingerprint=_text(texts, "fingerprint"),
+        namespace=_text(texts, "namespace"),
+        length=length,
+        tensors=specs[1:],
+        descriptors=_parse_json(_text(texts, "caches")),
+        cuttable=_text(texts, "cuttable") == "true",
+        minimum_reusable=minimum,
+        role=_text(texts, "role"),
+        provenance=_object(_parse_json(_text(texts, "provenance")), "provenance"),
+        created=_number(texts, "created"),
+    )
+    return Header(meta, len(header), offsets, tuple(sums[i : i + 16] for i in range(0, len(sums), 16)))
+
+
+def _tensors(table: dict[str, Any], grow_axes: Any, size: int) -> tuple[tuple[TensorSpec, ...], tuple[int, ...]]:
+    """Every tensor of the table, in file order, and its offset in a body of `size` bytes."""
+    if not isinstance(grow_axes, list) or len(grow_axes) != len(table):
+        raise BadEntry("There is not one grow axis for each tensor.")
+    specs, offsets, end = [], [], 0
+    for (name, entry), axis in zip(table.items(), grow_axes, strict=True):
+        entry = _object(entry, f"entry of tensor {name[:80]!r}")
+        if entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise BadEntry(f"Tensor {name[:80]!r} has other fields than its dtype, shape and offsets.")
+        dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise BadEntry(f"Tensor {name[:80]!r} has an unknown dtype.")
+        if not _counts(shape, 1 << 31) or len(shape) > MAX_DIMENSIONS or not _counts(span, 1 << 48) or len(span) != 2:
+            raise BadEntry(f"Tensor {name[:80]!r} has an impossible shape or offset.")
+        if axis is not None and not _counts([axis], len(shape)):
+            raise BadEntry(f"Tensor {name[:80]!r} has an impossible grow axis.")
+        spec = TensorSpec(name, dtype, tuple(shape), axis)
+        if span[0] != end or span[1] != end + spec.nbytes:
+            raise BadEntry(f"Tensor {name[:80]!r} is not where the tensor before it ends, or not as long as its shape says.")
+        specs.append(spec)
+        offsets.append(end)
+        end = span[1]
+    if end != size:
+        raise BadEntry(f"The tensors take {end} bytes, the file has {size} for them.")
+    return tuple(specs), tuple(offsets)
+
+
+def _counts(value: Any, limit: int) -> bool:
+    """Whether this is a list of whole numbers, none negative, all below `limit`."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < limit for n in value)
+
+
+def _text(texts: dict[str, Any], key: str) -> str:
+    value = texts.get(key)
+    if not isinstance(value, str):
+        raise BadEntry(f"The metadata lacks {key!r}.")
+    return value
+
+
+def _number(texts: dict[str, Any], key: str) -> int:
+    value = _text(texts, key)
+    if not value.isascii() or not value.isdigit() or len(value) > 20:
+        raise BadEntry(f"The metadata's {key!r} is not a number.")
+    return int(value)
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadEntry(f"The {what} is not a JSON object.")
+    return value
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _parse_json(text: str | bytes) -> Any:
+    """JSON without duplicate keys, NaN, or nesting beyond `MAX_NESTING`."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("duplicate keys")
+        return found
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(name)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise BadEntry("The header is not sound JSON.") from error
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [x for item in level for x in _children(item)]
+        if not level:
+            return value
+    raise BadEntry("The header is nested too deeply.")
+
+
+def _children(item: Any) -> list[Any]:
+    if isinstance(item, dict):
+        return list(item.values())
+    return item if isinstance(item, list) else []

@@ -1,0 +1,97 @@
+"""Small judgements the store makes from what it has seen: is the directory usable, does checking pay, is this worth a line in the log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+logger = logging.getLogger("mlx_lm_tiered")
+
+RETRY_AFTER = 30.0  # seconds until a directory that failed is tried again
+MAX_LINES = 5  # warnings of one kind; later ones are only counted
+
+
+class Outage:
+    """Whether writing to the directory is worth trying. One warning when it stops working, one line when it works again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, retry_after: float = RETRY_AFTER):
+        self._clock = clock
+        self._retry_after = retry_after
+        self._until: float | None = None
+
+    @property
+    def retry_in(self) -> float:
+        """Seconds to wait before the next try; 0 when there is nothing to wait for."""
+        return max(0.0, self._until - self._clock()) if self._until is not None else 0.0
+
+    def failed(self, what: str, error: OSError) -> None:
+        """Note a failure."""
+        if self._until is None:
+            logger.warning("SSD cache: %s failed (%s); serving goes on, and it is tried again", what, error)
+        self._until = self._clock() + self._retry_after
+
+    def worked(self) -> None:
+        """Note a success."""
+        if self._until is not None:
+            logger.info("SSD cache: the directory works again")
+        self._until = None
+
+
+class Bounded:
+    """Warnings with a limit for each kind."""
+
+    def __init__(self, limit: int = MAX_LINES):
+        self._limit = limit
+        self._counts: Counter[str] = Counter()
+
+    def warn(self, kind: str, message: str, *args: object) -> None:
+        self._counts[kind] += 1
+        if self._counts[kind] < self._limit:
+            logger.warning(message, *args)
+        elif self._counts[kind] == self._limit:
+            logger.warning(message + " (further ones are only counted)", *args)
+
+
+class Checking:
+    """Decides whether the next restore compares checksums.
+
+    ``auto`` checks while hashing a byte takes no longer than reading it did lately;
+    every 16th restore is checked anyway, so that the measurement stays fresh.
+    """
+
+    MODES = ("auto", "always", "never")
+
+    def __init__(self, mode: str):
+        if mode not in self.MODES:
+            raise ValueError(f"verify must be one of {', '.join(self.MODES)}, not {mode!r}")
+        self.mode = mode
+        self._read: float | None = None  # seconds per byte
+        self._hash: float | None = None
+        self._skipped = 0
+        self._lock = threading.Lock()
+
+    def wanted(self) -> bool:
+        if self.mode != "auto":
+            return self.mode == "always"
+        with self._lock:
+            if self._read is None or self._hash is None or self._hash <= self._read or self._skipped >= 15:
+                self._skipped = 0
+                return True
+            self._skipped += 1
+            return False
+
+    def measured(self, size: int, read_seconds: float, hash_seconds: float | None) -> None:
+        """Note one restore of `size` bytes; None when it was not checked. Recent ones weigh a quarter."""
+        if size <= 0:
+            return
+        with self._lock:
+            self._read = _blend(self._read, read_seconds / size)
+            if hash_seconds is not None:
+                self._hash = _blend(self._hash, hash_seconds / size)
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else 0.75 * old + 0.25 * new

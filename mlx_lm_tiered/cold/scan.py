@@ -1,0 +1,92 @@
+"""The start-up scan: what is in the directory for one model. Reads headers and tokens, no tensors."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .directory import Directory, DiskFile, entry_name
+from .format import BadEntry, ForeignEntry, Meta
+from .reader import open_entry
+
+
+@dataclass(frozen=True, eq=False)
+class ColdEntry:
+    """A stored entry as the index knows it. `key` is its tokens (see `prefix.index`), `length` their number, `nbytes` the file's size."""
+
+    key: bytes = field(repr=False)
+    length: int
+    path: Path
+    fingerprint: str
+    namespace: str
+    nbytes: int
+    cuttable: bool
+    minimum_reusable: int
+    role: str
+
+    def serves(self, length: int) -> bool:
+        """Whether its first `length` tokens can be used."""
+        return length == self.length or (self.cuttable and 0 < length < self.length and length >= self.minimum_reusable)
+
+
+def cold_entry(path: Path, meta: Meta, key: bytes, nbytes: int) -> ColdEntry:
+    """The index's entry for a file."""
+    return ColdEntry(
+        key=key,
+        length=meta.length,
+        path=path,
+        fingerprint=meta.fingerprint,
+        namespace=meta.namespace,
+        nbytes=nbytes,
+        cuttable=meta.cuttable,
+        minimum_reusable=meta.minimum_reusable,
+        role=meta.role,
+    )
+
+
+def read_entry(path: Path) -> ColdEntry:
+    """One file's entry. Raises BadEntry or OSError."""
+    with open_entry(path) as reader:
+        key = reader.key()
+        return cold_entry(path, reader.header.meta, key, reader.status.st_size)
+
+
+def scan(
+    files: list[DiskFile],
+    fingerprint: str,
+    known: Callable[[Path], bool],
+    damaged: Callable[[Path, os.stat_result, BadEntry], None],
+    counts: Counter[str],
+) -> Iterator[ColdEntry]:
+    """Every sound entry of this fingerprint that is not `known` yet; `damaged` gets those to be put away; `counts` says what became of the files."""
+    for file in files:
+        if file.kind != "entry":
+            continue
+        if file.owner != fingerprint:
+            counts["other models"] += 1
+            continue
+        counts["scanned"] += 1
+        if known(file.path):
+            counts["indexed"] += 1
+            continue
+        try:
+            status = os.stat(file.path, follow_symlinks=False)
+            entry = read_entry(file.path)
+        except ForeignEntry:
+            counts["other format"] += 1
+        except BadEntry as error:
+            counts["damaged"] += 1
+            damaged(file.path, status, error)
+        except FileNotFoundError:
+            counts["gone"] += 1
+        except OSError:
+            counts["unreadable"] += 1
+        else:
+            if entry.fingerprint != fingerprint or file.path.name != entry_name(entry.namespace, entry.key):
+                counts["misplaced"] += 1
+                continue
+            counts["indexed"] += 1
+            yield entry

@@ -1,0 +1,399 @@
+"""The SSD tier's store: which prefixes the directory holds, and taking them in and out."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import caches as kinds
+from ..prefix.index import PrefixIndex
+from .directory import Directory, DirectoryFull
+from .format import BadEntry, ForeignEntry, Meta, file_size
+from .health import Bounded, Checking, Outage, logger
+from .reader import open_entry
+from .scan import ColdEntry, cold_entry, scan
+from .writer import EntryWriter
+
+
+class Found(NamedTuple):
+    """An entry, and how many leading tokens of the query it serves."""
+
+    entry: ColdEntry
+    length: int
+
+
+class Unavailable(OSError):
+    """The directory failed lately and is not tried again yet."""
+
+
+class ColdStore:
+    """Prefix entries in `root`, never more than `max_bytes` with everything else there. Thread-safe, except `restore`.
+
+    Nothing here raises for the directory's sake but `begin` and the writer it
+    returns: a missing, full, read-only or damaged directory is a miss and a counter.
+    `verify` is ``auto``, ``always`` or ``never`` (see `health.Checking`).
+    """
+
+    def __init__(self, root: Path, max_bytes: int, verify: str = "auto", *, clock: Callable[[], float] = time.monotonic):
+        self.root = Path(root).expanduser().absolute()
+        self.max_bytes = max_bytes
+        self._directory = Directory(self.root, max_bytes)
+        self._checking = Checking(verify)
+        self._outage = Outage(clock)
+        self._log = Bounded()
+        self._lock = threading.RLock()  # over what follows; never held during I/O
+        self._indexes: dict[tuple[str, str], PrefixIndex[ColdEntry]] = {}
+        self._paths: dict[Path, ColdEntry] = {}
+        self._counts: Counter[str] = Counter()
+        self._usage = 0
+        self._seconds = {"last": 0.0, "total": 0.0}
+        self._last_use = 0
+        self._scans: dict[str, threading.Thread] = {}
+        self._closed = False
+        self._start_scan("", self._housekeep)
+
+    # Finding
+
+    def attach(self, fingerprint: str) -> None:
+        """Start to index this model's entries, in a thread of its own; once per fingerprint. `find` does it too."""
+        self._start_scan(fingerprint, lambda: self._scan(fingerprint))
+
+    def wait_scanned(self, timeout: float | None = None) -> bool:
+        """Wait until all scans started so far have ended. False when time ran out."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            threads = list(self._scans.values())
+        for thread in threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def find(self, fingerprint: str, namespace: str, key: bytes, limit: int) -> Found | None:
+        """The entry that serves the longest prefix of `key`, of `limit` tokens at most. Looks at the index only."""
+        self.attach(fingerprint)
+
+        def usable(entry: ColdEntry, common: int) -> int:
+            length = min(common, limit)
+            return length if entry.serves(length) else 0
+
+        with self._lock:
+            index = self._indexes.get((fingerprint, namespace))
+            best = index.best(key, usable) if index is not None and limit > 0 else None
+        return Found(*best) if best else None
+
+    def covers(self, fingerprint: str, namespace: str, key: bytes) -> bool:
+        """Whether an indexed entry serves exactly these tokens."""
+        return self._covering(fingerprint, namespace, key) is not None
+
+    def touch(self, fingerprint: str, namespace: str, key: bytes) -> bool:
+        """Note a use of these tokens that the store did not see (a hit in RAM). Returns `covers`."""
+        entry = self._covering(fingerprint, namespace, key)
+        if entry is not None:
+            self._used(entry.path)
+        return entry is not None
+
+    # Restoring
+
+    def restore(self, entry: ColdEntry) -> list[Any] | None:
+        """The entry's caches, with room to grow; None when it cannot be had any more. Generation thread only.
+
+        A damaged file is quarantined, one that has gone is forgotten. Memory at its
+        highest: the caches, and on CUDA one tensor more.
+        """
+        started = time.perf_counter()
+        try:
+            caches = self._read(entry)
+        except FileNotFoundError:
+            self._count("gone")
+        except OSError as error:
+            self._count("read_errors")
+            self._log.warn("read", "SSD cache: reading %s failed (%s)", entry.path.name, error)
+        except (MemoryError, RuntimeError) as error:  # mlx reports an allocation that fails as a RuntimeError
+            self._count("read_errors")
+            self._log.warn("memory", "SSD cache: restoring %d tokens failed (%s)", entry.length, error)
+            return None
+        else:
+            if caches is not None:
+                seconds = time.perf_counter() - started
+                with self._lock:
+                    self._counts.update(restores=1, restored_bytes=entry.nbytes, restored_tokens=entry.length)
+                    self._seconds = {"last": seconds, "total": self._seconds["total"] + seconds}
+                return caches
+        self._forget(entry.path, entry)
+        return None
+
+    def _read(self, entry: ColdEntry) -> list[Any] | None:
+        """Caches from the file; None after quarantining it or finding another entry there. Raises OSError and mlx's errors."""
+        status = os.stat(entry.path, follow_symlinks=False)
+        try:
+            with open_entry(entry.path) as reader:
+                status, meta = reader.status, reader.header.meta
+                if (meta.fingerprint, meta.namespace) != (entry.fingerprint, entry.namespace) or reader.key() != entry.key:
+                    self._count("gone")
+                    return None
+                verify = self._checking.wanted()
+                arrays = reader.arrays(verify)
+                self._checking.measured(entry.nbytes, reader.read_seconds, reader.hash_seconds if verify else None)
+                caches = _load(meta, arrays)
+                self._used(reader.fd)
+                return caches
+        except ForeignEntry:
+            self._count("gone")
+        except BadEntry as error:
+            self._damaged(entry.path, status, error)
+        return None
+
+    # Storing
+
+    def begin(
+        self,
+        fingerprint: str,
+        namespace: str,
+        key: bytes,
+        meta: Meta,
+        *,
+        force: bool = False,
+    ) -> EntryWriter:
+        """A writer for one entry: write its tensors in order, then commit, which makes it durable and findable.
+
+        `meta` as from `spill.describe`; fingerprint, namespace, length and time are
+        set here. Makes room first. Raises DirectoryFull when the entry cannot fit,
+        Unavailable while the directory rests after a failure (unless `force`), and
+        OSError; the same from the writer.
+        """
+        if self._outage.retry_in > 0 and not force:
+            raise Unavailable("The cache directory failed lately.")
+        meta = replace(meta, fingerprint=fingerprint, namespace=namespace, length=len(key) // 8, created=time.time_ns())
+        size = file_size(meta)
+        path = self._directory.entry_path(fingerprint, namespace, key)
+        with self._lock:
+            keep = frozenset({path, *(a.path for a in self._superseded(meta, key))})
+        partial, fd = None, -1
+        try:
+            self._directory.prepare()
+            with self._directory.locked():
+                self._evict(size, keep)
+                partial, fd = self._directory.create_partial()
+                return EntryWriter(partial, fd, meta, key, lambda done: self._publish(done, path, meta, key, size))
+        except DirectoryFull as error:
+            self._count("skipped_too_large")
+            self._log.warn("large", "SSD cache: %d tokens are not stored: %s", meta.length, error)
+            raise
+        except OSError as error:
+            if partial is not None:
+                _discard(partial, fd)
+            self.write_failed(error)
+            raise
+
+    def write_failed(self, error: OSError) -> None:
+        """Note that writing an entry failed: warn once, count, let the directory rest."""
+        self._count("write_errors")
+        self._outage.failed(f"writing to {self.root}", error)
+
+    @property
+    def retry_in(self) -> float:
+        """Seconds until `begin` is worth calling again after a failure; else 0."""
+        return self._outage.retry_in
+
+    def _publish(self, partial: Path, path: Path, meta: Meta, key: bytes, size: int) -> None:
+        entry = cold_entry(path, meta, key, size)
+        with self._directory.locked():
+            os.utime(partial, ns=(self._now(), self._now()))
+            self._directory.publish(partial, path)
+            with self._lock:
+                self._add(entry)
+                superseded = self._superseded(meta, key)
+                self._counts.update(stored=1, stored_bytes=size)
+            for ancestor in superseded:
+                ancestor.path.unlink(missing_ok=True)
+                self._forget(ancestor.path, ancestor)
+                self._count("superseded")
+        self._outage.worked()
+
+    def _superseded(self, meta: Meta, key: bytes) -> list[ColdEntry]:
+        """Entries that one of `meta` and `key` makes superfluous: strict prefixes that it can serve itself."""
+        index = self._indexes.get((meta.fingerprint, meta.namespace))
+        if index is None or not meta.cuttable:
+            return []
+        return [a for a in index.ancestors(key) if a.length >= meta.minimum_reusable]
+
+    def _evict(self, need: int, keep: frozenset[Path] = frozenset()) -> None:
+        """Make room, and forget what went. Call with the directory locked."""
+        try:
+            for path in self._directory.make_room(need, keep):
+                self._forget(path)
+                self._count("evictions")
+        finally:
+            usage = self._directory.usage()
+            with self._lock:
+                self._usage = usage
+
+    # Looking after itself
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes. `bytes` are those of all files of the directory when it was last looked at."""
+        with self._lock:
+            counts, seconds = Counter(self._counts), dict(self._seconds)
+            entries, usage = len(self._paths), self._usage
+        names = (
+            "restores", "restored_bytes", "restored_tokens", "stored", "stored_bytes", "superseded", "evictions", "quarantined",
+            "corrupt", "gone", "read_errors", "write_errors", "skipped_too_large",
+        )  # fmt: skip
+        return {
+            "directory": str(self.root),
+            "entries": entries,
+            "bytes": usage,
+            "max_bytes": self.max_bytes,
+            **{name: counts[name] for name in names},
+            "restore_seconds_last": seconds["last"],
+            "restore_seconds_total": seconds["total"],
+            "verify": self._checking.mode,
+            "scanning": any(thread.is_alive() for thread in list(self._scans.values())),
+            "longest_durable_prefix_tokens": self.longest(),
+        }
+
+    def longest(self) -> int:
+        """Tokens of the longest indexed entry."""
+        with self._lock:
+            return max((entry.length for entry in self._paths.values()), default=0)
+
+    def clear(self, fingerprint: str | None = None) -> int:
+        """Delete all entries (of one model), and all damaged files; returns how many files went. Raises OSError."""
+        count = 0
+        with self._directory.locked():
+            for file in self._directory.files():
+                if file.kind == "bad" or (file.kind == "entry" and fingerprint in (None, file.owner)):
+                    file.path.unlink(missing_ok=True)
+                    self._forget(file.path)
+                    count += 1
+            self._evict(0)
+        return count
+
+    def close(self) -> None:
+        """End the scans; files stay."""
+        self._closed = True
+        self.wait_scanned(10.0)
+        try:
+            self._directory.close()
+        except OSError as error:
+            logger.debug("SSD cache: closing: %s", error)
+
+    # Inside
+
+    def _start_scan(self, name: str, work: Callable[[], None]) -> None:
+        with self._lock:
+            if name in self._scans or self._closed:
+                return
+            thread = threading.Thread(target=work, name=f"mlx-lm-tiered-scan-{name[:8]}", daemon=True)
+            self._scans[name] = thread
+            thread.start()
+
+    def _housekeep(self) -> None:
+        """At start: make the directory, remove what dead writers left, get below the cap."""
+        try:
+            self._directory.prepare()
+            reaped = self._directory.reap()
+            with self._directory.locked():
+                self._evict(0)
+            if reaped:
+                logger.info("SSD cache: removed %d unfinished files of processes that ended", reaped)
+        except OSError as error:
+            self._outage.failed(f"preparing {self.root}", error)
+        except DirectoryFull as error:
+            self._log.warn("large", "SSD cache: %s", error)
+
+    def _scan(self, fingerprint: str) -> None:
+        counts: Counter[str] = Counter()
+        try:
+            files = self._directory.files()
+            for entry in scan(files, fingerprint, self._known, self._damaged, counts):
+                with self._lock:
+                    if entry.path not in self._paths:  # it may have been written anew meanwhile
+                        self._add(entry)
+                if self._closed:
+                    return
+            usage = self._directory.usage()
+            free = os.statvfs(self.root)
+        except OSError as error:
+            self._outage.failed(f"scanning {self.root}", error)
+            return
+        with self._lock:
+            self._usage = usage
+        skipped = ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if why not in ("scanned", "indexed"))
+        logger.info(
+            "SSD cache %s: scanned %d, indexed %d, skipped: %s; %.2f of %.2f GB used, %.1f GB free on the disk",
+            self.root, counts["scanned"], counts["indexed"], skipped or "none", usage / 1e9, self.max_bytes / 1e9,
+            free.f_bavail * free.f_frsize / 1e9,
+        )  # fmt: skip
+
+    def _known(self, path: Path) -> bool:
+        with self._lock:
+            return path in self._paths
+
+    def _add(self, entry: ColdEntry) -> None:
+        index = self._indexes.setdefault((entry.fingerprint, entry.namespace), PrefixIndex())
+        index.add(entry)
+        self._paths[entry.path] = entry
+
+    def _forget(self, path: Path, entry: ColdEntry | None = None) -> None:
+        """Take a file out of the index; with `entry`, only if it is still this one."""
+        with self._lock:
+            there = self._paths.get(path)
+            if there is None or (entry is not None and there is not entry):
+                return
+            del self._paths[path]
+            self._indexes[there.fingerprint, there.namespace].remove(there)
+
+    def _covering(self, fingerprint: str, namespace: str, key: bytes) -> ColdEntry | None:
+        length = len(key) // 8
+        found = self.find(fingerprint, namespace, key, length)
+        return found.entry if found and found.length == length else None
+
+    def _damaged(self, path: Path, status: os.stat_result, error: BadEntry) -> None:
+        self._count("corrupt")
+        self._log.warn("damaged", "SSD cache: %s is damaged and was put away: %s", path.name, error)
+        try:
+            if self._directory.quarantine(path, status):
+                self._count("quarantined")
+        except OSError as failure:
+            logger.debug("SSD cache: quarantine: %s", failure)
+
+    def _used(self, file: Path | int) -> None:
+        """Note the use of a file, in the file."""
+        now = self._now()
+        try:
+            os.utime(file, ns=(now, now))
+        except OSError:
+            self._count("untouched")  # a read-only directory, or a file that went
+
+    def _now(self) -> int:
+        """Nanoseconds since 1970, never the same twice, so that the order of uses is their order in the files."""
+        with self._lock:
+            self._last_use = max(self._last_use + 1, time.time_ns())
+            return self._last_use
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
+
+
+def _load(meta: Meta, arrays: dict[str, Any]) -> list[Any]:
+    """Caches from checked parts. Raises BadEntry when they do not fit together, whatever the caches made of them."""
+    try:
+        caches = kinds.load(meta.descriptors, arrays)
+        length = kinds.length(caches)
+    except Exception as error:
+        raise BadEntry(f"The caches cannot be put together ({error}).") from error
+    if length is not None and length != meta.length:
+        raise BadEntry(f"The caches hold {length} tokens, the header says {meta.length}.")
+    return caches
+
+
+def _discard(partial: Path, fd: int) -> None:
+    os.close(fd)
+    partial.unlink(missing_ok=True)
