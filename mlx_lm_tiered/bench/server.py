@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mlx_lm_tiered import openblas
@@ -38,6 +39,15 @@ def tiered_flags(directory: str | os.PathLike[str] | None, *more: str) -> list[s
     """The flags that switch the plugin on, with `directory` as its SSD tier (None: RAM only)."""
     ssd = [] if directory is None else ["--ssd-cache", str(directory)]
     return ["--plugin", "tiered", *ssd, *more]
+
+
+def server_command() -> list[str]:
+    """How a server with the plugin is started here: upstream's own command, or ours where the start-up file does not work."""
+    from mlx_lm_hooks import find_host
+
+    if find_host().start_up()["state"] == "ok":
+        return list(STOCK)
+    return [sys.executable, "-m", "mlx_lm_tiered.cli", "serve"]
 
 
 class Server(Client):
@@ -113,11 +123,9 @@ class Server(Client):
         while time.monotonic() < deadline:
             if not self.running:
                 raise ServerFailed(f"the server exited with code {self.process.returncode}\n{self.log()[-LOG_TAIL:]}")
-            try:
+            with suppress(OSError):  # Nothing listens yet: that is what is waited for.
                 if self.healthy():
                     return time.monotonic() - self.started
-            except OSError:
-                pass  # Nothing listens yet: that is what is waited for.
             time.sleep(0.05)
         raise ServerFailed(f"the server was not ready after {timeout:g} s\n{self.log()[-LOG_TAIL:]}")
 

@@ -1,0 +1,36 @@
+"""What every benchmark reports besides its numbers, and how."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_lm_tiered import versions
+
+
+def environment() -> dict[str, Any]:
+    """Date, command, versions, machine, mlx's device."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["mlx_lm.tiered", *sys.argv[1:]]),
+        "versions": versions.versions(),
+        "machine": versions.machine(),
+        "device": versions.device(),
+    }
+
+
+def write(result: dict[str, Any], file: Path | None) -> None:
+    """The result with its environment as JSON into `file`, if there is one."""
+    if file is not None:
+        file.write_text(json.dumps({**result, **environment()}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def lines(result: dict[str, Any]) -> str:
+    """The scalar values of a result, one a line."""
+    shown = {k: v for k, v in result.items() if not isinstance(v, (list, dict))}
+    width = max(map(len, shown))
+    return "\n".join(f"{k.ljust(width)}  {f'{v:.4g}' if isinstance(v, float) else v}" for k, v in shown.items())

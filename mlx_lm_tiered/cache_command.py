@@ -1,0 +1,92 @@
+"""``mlx_lm.tiered cache``: list, verify and clear the entries of a directory. No server is needed; one may be running."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .cold.directory import Directory, DiskFile
+from .cold.format import BadEntry
+from .cold.reader import open_entry
+from .settings import format_size
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One entry. `age_s` is seconds since its last use; `fault` says why it cannot be used, empty when it can."""
+
+    file: str
+    model: str
+    tokens: int
+    bytes: int
+    age_s: float
+    fingerprint: str
+    fault: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def entries(root: Path, verify: bool = False) -> Iterator[Listed]:
+    """Every entry, the last used first. With `verify` every tensor is read and compared with its checksum. Raises OSError for the directory itself."""
+    for file in sorted(_files(root, "entry"), key=lambda file: -file.used):
+        listed = _listed(file, verify)
+        if listed is not None:
+            yield listed
+
+
+def _files(root: Path, *kinds: str) -> list[DiskFile]:
+    return [file for file in Directory(root, 0).files() if file.kind in kinds]
+
+
+def _listed(file: DiskFile, verify: bool) -> Listed | None:
+    age = max(0.0, time.time() - file.used / 1e9)
+    try:
+        with open_entry(file.path) as entry:
+            meta = entry.header.meta
+            fault = ""
+            if verify:
+                try:
+                    entry.check()
+                except BadEntry as error:
+                    fault = str(error)
+            model = str(meta.provenance.get("model") or "")
+            return Listed(file.path.name, model, meta.length, file.charge, age, meta.fingerprint, fault)
+    except FileNotFoundError:
+        return None  # Evicted since it was listed.
+    except (BadEntry, OSError) as error:
+        return Listed(file.path.name, "", 0, file.charge, age, file.owner, str(error))
+
+
+def clear(root: Path, dry_run: bool) -> tuple[int, int]:
+    """Delete every entry, damaged ones too; (files, bytes) that went or would go. Files that are not ours stay. Raises OSError."""
+    directory = Directory(root, 0)
+    if dry_run:
+        doomed = _files(root, "entry", "bad")
+        return len(doomed), sum(file.charge for file in doomed)
+    with directory.locked():
+        doomed = _files(root, "entry", "bad")
+        for file in doomed:
+            file.path.unlink(missing_ok=True)
+    return len(doomed), sum(file.charge for file in doomed)
+
+
+def table(listed: list[Listed]) -> str:
+    """The list for people."""
+    rows = [("last used", "tokens", "size", "model", "entry")]
+    rows += [
+        (_age(e.age_s), f"{e.tokens:,}", format_size(e.bytes), e.model or e.fingerprint[:12], e.file[:12] + (f"  {e.fault}" if e.fault else ""))
+        for e in listed
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
