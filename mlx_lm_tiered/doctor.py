@@ -68,8 +68,8 @@ def _host(report: Report) -> None:
     report.facts["start_up"] = report.facts["seams"] = None
     try:
         host = find_host()
-    except PluginError as error:
-        report.problems.append(str(error))
+    except (PluginError, ImportError) as error:
+        report.problems.append(f"mlx-lm cannot be hooked: {error}")
         return
     start_up = dict(host.start_up())
     report.facts["start_up"] = start_up

@@ -1,0 +1,36 @@
+# `make demo` and `make test` need Python 3.11 or newer and make, nothing else.
+# Everything is installed into .venv; nothing outside this directory is changed,
+# but for the demo's model, which goes to the user's cache directory.
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+# mlx for Linux comes for a processor or for a kind of GPU: cpu, cuda12, cuda13.
+ifeq ($(shell uname -s),Linux)
+EXTRA ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda12 || echo cpu)
+EXTRAS := test,$(EXTRA)
+else
+EXTRAS := test
+endif
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-$(subst $(,),-,$(EXTRAS))
+
+.PHONY: demo test clean
+
+demo: $(INSTALLED)
+	$(BIN)/mlx_lm.tiered demo $(DEMO_ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+$(INSTALLED): pyproject.toml $(wildcard patches/site/*)
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where it is with make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) lacks venv; on Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)
