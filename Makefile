@@ -13,9 +13,10 @@ else
 EXTRAS := test
 endif
 
+comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed-$(subst $(,),-,$(EXTRAS))
+INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: demo test clean
 
