@@ -1,0 +1,176 @@
+"""Seam: plugin routes on the server, and a stop that waits for requests and saves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from mlx_lm_hooks.types import Reply, Request, Route
+
+from ..access import is_local
+from ..runtime import Runtime
+from ..seam import Seam
+from ..stopping import Stopping
+
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
+RETRY_AFTER_SECONDS = 10
+LARGEST_BODY = 1 << 20
+
+
+def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    parameters = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _run_http_server(*args: Any, **kwargs: Any) -> Any:
+        if not runtime.active:
+            return original(*args, **kwargs)
+        call = parameters.bind(*args, **kwargs)
+        call.apply_defaults()
+        options = call.arguments
+        stopping = Stopping(runtime.plugins.shutdown_timeout(), runtime.plugins.shutdown)
+        options["handler_class"] = handler(options["handler_class"], runtime.plugins.routes(), stopping, runtime, options["host"])
+        options["server_class"] = server(options["server_class"], stopping)
+        with stopping.signals():
+            result = original(*call.args, **call.kwargs)
+        if stopping.requested:
+            stopping.end(options["response_generator"])
+        return result
+
+    return _run_http_server
+
+
+def server(base: type, stopping: Stopping) -> type:
+    """The server class, which tells `stopping` of its instance."""
+
+    class Server(base):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            stopping.bound(self)
+
+    return Server
+
+
+def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtime, host: str) -> type:
+    """The handler class with the plugins' routes, and with admission to completions."""
+    table = {(route.method.upper(), route.path): route for route in routes}
+
+    class Handler(base):  # type: ignore[misc, valid-type]
+        def plugin_route(self) -> bool:
+            """Answer if the request is for a route. False when it is not."""
+            url = urlsplit(self.path)
+            route = table.get((self.command, url.path)) if runtime.active else None
+            if route is None:
+                return False
+            local = is_local(self.client_address[0], self.headers.get("Origin"), self.headers.get("Host"), host)
+            if route.access == "local" and not local:
+                self.plugin_reply(_error(403, "only for clients on this machine"))
+                return True
+            body = self.plugin_body()
+            if body is None:
+                self.plugin_reply(_error(413, f"the body must have a length of at most {LARGEST_BODY} bytes"))
+                return True
+            request = Request(self.command, url.path, parse_qs(url.query), dict(self.headers.items()), body, local)
+            try:
+                reply = route.handler(request)
+            except Exception as error:
+                runtime.fault(f"the route {route.path}", error)
+                reply = _error(500, f"{type(error).__name__}: {error}")
+            self.plugin_reply(reply)
+            return True
+
+        def plugin_body(self) -> bytes | None:
+            try:
+                length = int(self.headers.get("Content-Length") or 0)
+            except ValueError:
+                return None
+            return self.rfile.read(length) if 0 <= length <= LARGEST_BODY else None
+
+        def plugin_reply(self, reply: Reply, **headers: str) -> None:
+            self.send_response(reply.status)
+            self.send_header("Content-Type", reply.content_type)
+            self.send_header("Content-Length", str(len(reply.body)))
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(reply.body)
+            self.wfile.flush()
+
+        def do_POST(self) -> None:
+            if self.plugin_route():
+                return
+            if self.path not in COMPLETIONS:
+                super().do_POST()
+                return
+            if not stopping.enter():
+                self.plugin_reply(_error(503, "the server is stopping"), Retry_After=str(RETRY_AFTER_SECONDS))
+                return
+            try:
+                super().do_POST()
+            finally:
+                stopping.leave()
+
+        def do_GET(self) -> None:
+            if not self.plugin_route():
+                super().do_GET()
+
+    for method in {method for method, _ in table} - {"GET", "POST"}:
+        setattr(Handler, f"do_{method}", _other(method, base))
+    return Handler
+
+
+def _other(method: str, base: type) -> Callable[[Any], None]:
+    """A method that upstream's handler does not answer, or answers alike for every path."""
+
+    def respond(self: Any) -> None:
+        if self.plugin_route():
+            return
+        upstream = getattr(base, f"do_{method}", None)
+        if upstream is not None:
+            upstream(self)
+        else:
+            self.send_error(501, f"Unsupported method ({method!r})")
+
+    return respond
+
+
+def _error(status: int, message: str) -> Reply:
+    return Reply(status, json.dumps({"error": message}).encode())
+
+
+SEAMS = [
+    Seam(
+        feature="http",
+        module="mlx_lm.server",
+        qualname="_run_http_server",
+        kind="wrap",
+        signature="(host, port, response_generator, server_class=, handler_class=)",
+        bodies={"4029aac3c12a878a": "0.32.0 0.32.1 0.32.2"},
+        why="adds the plugins' routes and a stop that drains and saves",
+        until="upstream has routes, handles SIGTERM and drains",
+        build=build,
+    ),
+    Seam(
+        feature="http",
+        module="mlx_lm.server",
+        qualname="APIHandler.do_POST",
+        kind="check",
+        signature="(self)",
+        bodies={"1402933d387d3dc1": "0.32.0", "101fe52514545e12": "0.32.1 0.32.2"},
+        why="answers completions at the paths that are admitted and counted",
+        until="upstream has routes, handles SIGTERM and drains",
+    ),
+    Seam(
+        feature="http",
+        module="mlx_lm.server",
+        qualname="APIHandler.do_GET",
+        kind="check",
+        signature="(self)",
+        bodies={"7035dc739bed4a23": "0.32.0 0.32.1 0.32.2"},
+        why="is asked only for paths that no plugin has",
+        until="upstream has routes, handles SIGTERM and drains",
+    ),
+]

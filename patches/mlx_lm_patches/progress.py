@@ -1,0 +1,67 @@
+"""Following a sequential prefill from its progress callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlx_lm_hooks.types import ModelSource, PrefixCache
+
+from .runtime import Runtime
+
+
+class Progress:
+    """A prompt-progress callback that lets the prefix cache watch the caches, then calls the one it stands in for.
+
+    Upstream calls it with (tokens processed, tokens in all) after each chunk,
+    once when one token is left, and again after the first decode step. `tokens`
+    is the whole key, `caches` the list being filled; the last
+    `total` tokens of the key are to be processed, `offset` of them in an earlier
+    prefill.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        prefixes: PrefixCache,
+        source: ModelSource,
+        tokens: Sequence[int],
+        caches: list[Any],
+        total: int,
+        inner: Callable[[int, int], None] | None,
+    ):
+        self._runtime = runtime
+        self._prefixes = prefixes
+        self._source = source
+        self._tokens = tokens
+        self._caches = caches
+        self._total = total
+        self._inner = inner
+        self._last = -1
+        self.offset = 0
+        self._kept = False
+
+    def __call__(self, processed: int, _total: int) -> None:
+        processed += self.offset
+        if processed == self._last:
+            return
+        self._last = processed
+        if self._inner is not None:
+            self._inner(processed, self._total)
+        # At 0 nothing new is held, at the end a decode step is under way.
+        if 0 < processed < self._total and self._runtime.active:
+            try:
+                self._prefixes.observe(self._caches)
+            except Exception as error:
+                self._runtime.fault("watching a prefill", error)
+            if processed == self._total - 1 and not self._kept:
+                self.keep(processed)
+
+    def keep(self, processed: int) -> None:
+        """Keep the caches, which hold `processed` of the total, as the prompt's boundary."""
+        self._kept = True
+        held = len(self._tokens) - self._total + processed
+        try:
+            self._prefixes.snapshot(self._source, self._tokens[:held], self._caches, role="user")
+        except Exception as error:
+            self._runtime.fault("keeping a prompt boundary", error)

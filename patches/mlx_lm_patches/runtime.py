@@ -1,0 +1,96 @@
+"""What the seams of one activation share."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm_hooks.manager import Plugins
+from mlx_lm_hooks.types import Invocation, ModelSource, PrefixCache
+
+log = logging.getLogger("mlx_lm_patches")
+
+
+@dataclass
+class Fetch:
+    """The lookup that precedes a sequential generation on the same thread.
+
+    `tokens` is the caller's own list, which it may extend later; the key is its
+    first `count`. `cached` tokens of it were found.
+    """
+
+    prefixes: PrefixCache
+    source: ModelSource
+    tokens: Sequence[int]
+    count: int
+    cached: int
+
+
+class _ThreadState(threading.local):
+    fetch: Fetch | None = None
+    segments: tuple[list[list[int]], list[str]] | None = None
+
+
+class Runtime:
+    """One activation: the plugins, and what the seams know of each other.
+
+    `active` turns false on deactivation; wrappers that someone still holds then
+    only pass through.
+    """
+
+    def __init__(self, plugins: Plugins, invocation: Invocation):
+        self.plugins = plugins
+        self.invocation = invocation
+        self.active = True
+        self.sources: dict[Hashable, ModelSource] = {}
+        self.loads = 0
+        self.here = _ThreadState()
+        self._warned: set[str] = set()
+        self._lock = threading.Lock()
+        self._script_prefixes: PrefixCache | None = None
+        self._script_asked = False
+
+    def fault(self, where: str, error: BaseException) -> None:
+        """Note a plugin's fault: one warning a place, the details at debug level. Serving goes on without."""
+        with self._lock:
+            first = where not in self._warned
+            self._warned.add(where)
+        level = logging.WARNING if first else logging.DEBUG
+        log.log(level, "plugin fault in %s, going on without it: %s: %s", where, type(error).__name__, error)
+        log.debug("plugin fault in %s", where, exc_info=error)
+
+    def source_for(self, key: Any) -> ModelSource:
+        """The model that upstream's prompt-cache key names."""
+        try:
+            known = self.sources.get(key)
+        except TypeError:
+            return ModelSource(key=repr(key))
+        return known if known is not None else ModelSource(key=key)
+
+    def limits(self, max_size: int | None, max_bytes: int | None) -> tuple[int | None, int | None]:
+        """What the user asked of a prompt cache, as opposed to what upstream passes by default.
+
+        Upstream's server always passes its flag's value for the entries, and never
+        the one for the bytes.
+        """
+        if self.invocation.command == "server":
+            if "prompt_cache_size" not in self.invocation.given:
+                max_size = None
+            if max_bytes is None:
+                max_bytes = getattr(self.invocation.args, "prompt_cache_bytes", None)
+        return max_size, max_bytes
+
+    def script_prefixes(self) -> PrefixCache | None:
+        """The prefix cache of scripts, made on first use; None when no plugin has one."""
+        if not self._script_asked:
+            self._script_asked = True
+            self._script_prefixes = self.plugins.prefix_cache(None, None)
+        return self._script_prefixes
+
+
+def kv_scheme(kv_bits: Any, group_size: Any, start: Any) -> str:
+    """How upstream stores KV under its ``--kv-bits``, ``--kv-group-size`` and ``--quantized-kv-start``."""
+    return "plain" if kv_bits is None else f"affine:{kv_bits}:{group_size}@{start}"
