@@ -74,8 +74,8 @@ class TensorSpec:
 class Meta:
     """What an entry's header says, apart from where its bytes are.
 
-    `length` counts tokens; `descriptors` are the caches' (see `caches.dump`), with
-    their signatures; no prefix shorter than `minimum_reusable` may be cut from the
+    `length` counts tokens; `descriptors` and `signatures` are the caches' (see
+    `caches.dump`, `caches.signatures`), one per layer; no prefix shorter than `minimum_reusable` may be cut from the
     entry, and none at all unless `cuttable`. `created` is nanoseconds since 1970.
     """
 
@@ -84,6 +84,7 @@ class Meta:
     length: int
     tensors: tuple[TensorSpec, ...]
     descriptors: Any
+    signatures: tuple[str, ...] = ()
     cuttable: bool = False
     minimum_reusable: int = 0
     role: str = ""
@@ -138,6 +139,7 @@ def layout(meta: Meta) -> bytearray:
         "created": str(meta.created),
         "grow_axes": _compact([spec.grow_axis for spec in tensors]),
         "caches": _compact(meta.descriptors),
+        "signatures": _compact(meta.signatures),
         "provenance": _compact(dict(meta.provenance)),
     }
     table: dict[str, Any] = {"__metadata__": metadata}
@@ -149,7 +151,14 @@ def layout(meta: Meta) -> bytearray:
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER:
         raise ValueError(f"The header has {len(text)} bytes, more than {MAX_HEADER}.")
-    return bytearray(struct.pack("<Q", len(text)) + text)
+    header = bytearray(struct.pack("<Q", len(text)) + text)
+    sealed = bytearray(header)
+    seal(sealed, ())
+    try:
+        parse(bytes(sealed), len(header) + offset)
+    except BadEntry as error:
+        raise ValueError(f"No reader would accept this entry: {error}") from error
+    return header
 
 
 def seal(header: bytearray, checksums: Sequence[str]) -> None:
@@ -205,6 +214,7 @@ def parse(header: bytes, size: int) -> Header:
         length=length,
         tensors=specs[1:],
         descriptors=_parse_json(_text(texts, "caches")),
+        signatures=_strings(_parse_json(_text(texts, "signatures"))),
         cuttable=_text(texts, "cuttable") == "true",
         minimum_reusable=minimum,
         role=_text(texts, "role"),
@@ -258,6 +268,12 @@ def _number(texts: dict[str, Any], key: str) -> int:
     if not value.isascii() or not value.isdigit() or len(value) > 20:
         raise BadEntry(f"The metadata's {key!r} is not a number.")
     return int(value)
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise BadEntry("The signatures are not a list of strings.")
+    return tuple(value)
 
 
 def _object(value: Any, what: str) -> dict[str, Any]:

@@ -5,31 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from .directory import Directory, DiskFile, entry_name
+from .catalog import ColdEntry
+from .directory import DiskFile, entry_name
 from .format import BadEntry, ForeignEntry, Meta
 from .reader import open_entry
-
-
-@dataclass(frozen=True, eq=False)
-class ColdEntry:
-    """A stored entry as the index knows it. `key` is its tokens (see `prefix.index`), `length` their number, `nbytes` the file's size."""
-
-    key: bytes = field(repr=False)
-    length: int
-    path: Path
-    fingerprint: str
-    namespace: str
-    nbytes: int
-    cuttable: bool
-    minimum_reusable: int
-    role: str
-
-    def serves(self, length: int) -> bool:
-        """Whether its first `length` tokens can be used."""
-        return length == self.length or (self.cuttable and 0 < length < self.length and length >= self.minimum_reusable)
 
 
 def cold_entry(path: Path, meta: Meta, key: bytes, nbytes: int) -> ColdEntry:

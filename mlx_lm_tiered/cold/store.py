@@ -6,26 +6,23 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import caches as kinds
-from ..prefix.index import PrefixIndex
+from .catalog import Catalog, ColdEntry, Found
 from .directory import Directory, DirectoryFull
 from .format import BadEntry, ForeignEntry, Meta, file_size
 from .health import Bounded, Checking, Outage, logger
 from .reader import open_entry
-from .scan import ColdEntry, cold_entry, scan
+from .listing import Listed, listing
+from .scan import cold_entry, scan
 from .writer import EntryWriter
 
 
-class Found(NamedTuple):
-    """An entry, and how many leading tokens of the query it serves."""
-
-    entry: ColdEntry
-    length: int
+__all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "Unavailable"]
 
 
 class Unavailable(OSError):
@@ -47,9 +44,8 @@ class ColdStore:
         self._checking = Checking(verify)
         self._outage = Outage(clock)
         self._log = Bounded()
+        self._catalog = Catalog()
         self._lock = threading.RLock()  # over what follows; never held during I/O
-        self._indexes: dict[tuple[str, str], PrefixIndex[ColdEntry]] = {}
-        self._paths: dict[Path, ColdEntry] = {}
         self._counts: Counter[str] = Counter()
         self._usage = 0
         self._seconds = {"last": 0.0, "total": 0.0}
@@ -76,15 +72,7 @@ class ColdStore:
     def find(self, fingerprint: str, namespace: str, key: bytes, limit: int) -> Found | None:
         """The entry that serves the longest prefix of `key`, of `limit` tokens at most. Looks at the index only."""
         self.attach(fingerprint)
-
-        def usable(entry: ColdEntry, common: int) -> int:
-            length = min(common, limit)
-            return length if entry.serves(length) else 0
-
-        with self._lock:
-            index = self._indexes.get((fingerprint, namespace))
-            best = index.best(key, usable) if index is not None and limit > 0 else None
-        return Found(*best) if best else None
+        return self._catalog.find(fingerprint, namespace, key, limit)
 
     def covers(self, fingerprint: str, namespace: str, key: bytes) -> bool:
         """Whether an indexed entry serves exactly these tokens."""
@@ -124,7 +112,7 @@ class ColdStore:
                     self._counts.update(restores=1, restored_bytes=entry.nbytes, restored_tokens=entry.length)
                     self._seconds = {"last": seconds, "total": self._seconds["total"] + seconds}
                 return caches
-        self._forget(entry.path, entry)
+        self._catalog.forget(entry.path, entry)
         return None
 
     def _read(self, entry: ColdEntry) -> list[Any] | None:
@@ -171,8 +159,7 @@ class ColdStore:
         meta = replace(meta, fingerprint=fingerprint, namespace=namespace, length=len(key) // 8, created=time.time_ns())
         size = file_size(meta)
         path = self._directory.entry_path(fingerprint, namespace, key)
-        with self._lock:
-            keep = frozenset({path, *(a.path for a in self._superseded(meta, key))})
+        keep = frozenset({path, *(a.path for a in self._catalog.superseded(meta, key))})
         partial, fd = None, -1
         try:
             self._directory.prepare()
@@ -205,28 +192,20 @@ class ColdStore:
         with self._directory.locked():
             os.utime(partial, ns=(self._now(), self._now()))
             self._directory.publish(partial, path)
-            with self._lock:
-                self._add(entry)
-                superseded = self._superseded(meta, key)
-                self._counts.update(stored=1, stored_bytes=size)
-            for ancestor in superseded:
+            self._catalog.add(entry)
+            for ancestor in self._catalog.superseded(meta, key):
                 ancestor.path.unlink(missing_ok=True)
-                self._forget(ancestor.path, ancestor)
+                self._catalog.forget(ancestor.path, ancestor)
                 self._count("superseded")
+        with self._lock:
+            self._counts.update(stored=1, stored_bytes=size)
         self._outage.worked()
-
-    def _superseded(self, meta: Meta, key: bytes) -> list[ColdEntry]:
-        """Entries that one of `meta` and `key` makes superfluous: strict prefixes that it can serve itself."""
-        index = self._indexes.get((meta.fingerprint, meta.namespace))
-        if index is None or not meta.cuttable:
-            return []
-        return [a for a in index.ancestors(key) if a.length >= meta.minimum_reusable]
 
     def _evict(self, need: int, keep: frozenset[Path] = frozenset()) -> None:
         """Make room, and forget what went. Call with the directory locked."""
         try:
             for path in self._directory.make_room(need, keep):
-                self._forget(path)
+                self._catalog.forget(path)
                 self._count("evictions")
         finally:
             usage = self._directory.usage()
@@ -239,14 +218,14 @@ class ColdStore:
         """Counters and sizes. `bytes` are those of all files of the directory when it was last looked at."""
         with self._lock:
             counts, seconds = Counter(self._counts), dict(self._seconds)
-            entries, usage = len(self._paths), self._usage
+            usage = self._usage
         names = (
             "restores", "restored_bytes", "restored_tokens", "stored", "stored_bytes", "superseded", "evictions", "quarantined",
             "corrupt", "gone", "read_errors", "write_errors", "skipped_too_large",
         )  # fmt: skip
         return {
             "directory": str(self.root),
-            "entries": entries,
+            "entries": len(self._catalog),
             "bytes": usage,
             "max_bytes": self.max_bytes,
             **{name: counts[name] for name in names},
@@ -254,13 +233,12 @@ class ColdStore:
             "restore_seconds_total": seconds["total"],
             "verify": self._checking.mode,
             "scanning": any(thread.is_alive() for thread in list(self._scans.values())),
-            "longest_durable_prefix_tokens": self.longest(),
+            "longest_durable_prefix_tokens": self._catalog.longest(),
         }
 
-    def longest(self) -> int:
-        """Tokens of the longest indexed entry."""
-        with self._lock:
-            return max((entry.length for entry in self._paths.values()), default=0)
+    def entries(self) -> Iterator[Listed]:
+        """Everything stored, of all models, read from the files."""
+        return listing(self._directory)
 
     def clear(self, fingerprint: str | None = None) -> int:
         """Delete all entries (of one model), and all damaged files; returns how many files went. Raises OSError."""
@@ -269,7 +247,7 @@ class ColdStore:
             for file in self._directory.files():
                 if file.kind == "bad" or (file.kind == "entry" and fingerprint in (None, file.owner)):
                     file.path.unlink(missing_ok=True)
-                    self._forget(file.path)
+                    self._catalog.forget(file.path)
                     count += 1
             self._evict(0)
         return count
@@ -311,10 +289,8 @@ class ColdStore:
         counts: Counter[str] = Counter()
         try:
             files = self._directory.files()
-            for entry in scan(files, fingerprint, self._known, self._damaged, counts):
-                with self._lock:
-                    if entry.path not in self._paths:  # it may have been written anew meanwhile
-                        self._add(entry)
+            for entry in scan(files, fingerprint, self._catalog.knows, self._damaged, counts):
+                self._catalog.add_older(entry)
                 if self._closed:
                     return
             usage = self._directory.usage()
@@ -330,24 +306,6 @@ class ColdStore:
             self.root, counts["scanned"], counts["indexed"], skipped or "none", usage / 1e9, self.max_bytes / 1e9,
             free.f_bavail * free.f_frsize / 1e9,
         )  # fmt: skip
-
-    def _known(self, path: Path) -> bool:
-        with self._lock:
-            return path in self._paths
-
-    def _add(self, entry: ColdEntry) -> None:
-        index = self._indexes.setdefault((entry.fingerprint, entry.namespace), PrefixIndex())
-        index.add(entry)
-        self._paths[entry.path] = entry
-
-    def _forget(self, path: Path, entry: ColdEntry | None = None) -> None:
-        """Take a file out of the index; with `entry`, only if it is still this one."""
-        with self._lock:
-            there = self._paths.get(path)
-            if there is None or (entry is not None and there is not entry):
-                return
-            del self._paths[path]
-            self._indexes[there.fingerprint, there.namespace].remove(there)
 
     def _covering(self, fingerprint: str, namespace: str, key: bytes) -> ColdEntry | None:
         length = len(key) // 8

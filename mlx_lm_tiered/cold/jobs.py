@@ -1,0 +1,142 @@
+"""What waits to be written: one job per entry, superseding each other, capped in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from .. import caches as kinds
+from ..identity import Identity
+from .arrays import spec_of
+from .format import Meta
+
+MAX_ATTEMPTS = 5
+
+
+@dataclass(eq=False)
+class Job:
+    """An entry to be written: `caches` hold the tokens of `key`. The queue owns them from `offer` on."""
+
+    identity: Identity
+    namespace: str
+    key: bytes = field(repr=False)
+    caches: list[Any] = field(repr=False)
+    role: str = "assistant"
+
+    # The queue's own:
+    nbytes: int = 0
+    serial: int = 0
+    due: float = 0.0
+    attempts: int = 0
+    tried_by_flush: int = 0
+    announced: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.key) // 8
+
+    @property
+    def place(self) -> tuple[str, str, bytes]:
+        """Fingerprint, namespace and tokens: what the job will be found by."""
+        return self.identity.fingerprint, self.namespace, self.key
+
+    def covers(self, other: Job) -> bool:
+        """Whether this job's entry will serve the other's tokens. Generation thread only."""
+        if (self.identity.fingerprint, self.namespace) != (other.identity.fingerprint, other.namespace):
+            return False
+        if self.key == other.key:
+            return True
+        return self.key.startswith(other.key) and other.length >= shortest_cut(self.caches, self.length)
+
+
+def shortest_cut(caches: Sequence[Any], length: int) -> int:
+    """The fewest leading tokens these caches of `length` tokens can be cut to; `length` when they cannot be cut.
+
+    Caches that can be cut to n can be cut to anything between n and their length;
+    caches that turn out otherwise are taken for uncuttable. Generation thread only.
+    """
+    low, high = max(1, kinds.minimum_reusable(caches)), length
+    if low >= length or not kinds.can_cut(caches, length - 1):
+        return length
+    while low < high:
+        middle = (low + high) // 2
+        if kinds.can_cut(caches, middle):
+            high = middle
+        else:
+            low = middle + 1
+    probes = (low, low + (length - low) // 3, low + 2 * (length - low) // 3)
+    return low if all(kinds.can_cut(caches, n) for n in probes) else length
+
+
+def describe(job: Job) -> tuple[Meta, dict[str, mx.array]]:
+    """The header of a job's entry, and its tensors in file order. Generation thread only.
+
+    Raises ValueError when the caches do not hold as many tokens as the key says.
+    """
+    held = kinds.length(job.caches)
+    if held is not None and held != job.length:
+        raise ValueError(f"the caches hold {held} tokens, the key {job.length}")
+    dumped = kinds.dump(job.caches)
+    shortest = shortest_cut(job.caches, job.length)
+    meta = Meta(
+        fingerprint=job.identity.fingerprint,
+        namespace=job.namespace,
+        length=job.length,
+        tensors=tuple(spec_of(name, tensor.array, tensor.grow_axis) for name, tensor in dumped.tensors.items()),
+        descriptors=dumped.descriptors,
+        signatures=tuple(kinds.signatures(job.caches)),
+        cuttable=shortest < job.length,
+        minimum_reusable=shortest,
+        role=job.role,
+        provenance=job.identity.provenance,
+    )
+    return meta, {name: tensor.array for name, tensor in dumped.tensors.items()}
+
+
+class Ledger:
+    """Which tokens were offered and are not on disk yet. Not thread-safe.
+
+    A record outlives its job when that was dropped, failed or gave way to a longer
+    one: only the store can say that its tokens are safe after all. Records without
+    a job are bounded in bytes; one that must be forgotten leaves a mark.
+    """
+
+    MAX_BYTES = 64 << 20
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, str, bytes], tuple[int, str]] = {}
+        self._bytes = 0
+        self.forgotten = 0
+
+    def note(self, job: Job, state: str) -> None:
+        """`state` is ``pending``, ``superseded``, ``dropped`` or ``failed``."""
+        self.clear(job.place)
+        self._records[job.place] = job.serial, state
+        self._bytes += len(job.key)
+        for place, (_, old) in list(self._records.items()):
+            if self._bytes <= self.MAX_BYTES:
+                break
+            if old != "pending" and place != job.place:
+                self.clear(place)
+                self.forgotten += 1
+
+    def clear(self, place: tuple[str, str, bytes]) -> None:
+        """These tokens are on disk."""
+        if self._records.pop(place, None) is not None:
+            self._bytes -= len(place[2])
+
+    def settle(self, covered: Any) -> None:
+        """Clear every record without a job whose tokens `covered(fingerprint, namespace, key)` says are on disk."""
+        for place, (_, state) in list(self._records.items()):
+            if state != "pending" and covered(*place):
+                self.clear(place)
+
+    def count(self, *states: str, until: int | None = None) -> int:
+        """Records in these states, of jobs offered up to the serial `until`."""
+        return sum(s in states and (until is None or serial <= until) for serial, s in self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)

@@ -1,0 +1,297 @@
+"""Write-behind: entries become files while the engine is idle, and `flush` says when all of them have."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .. import caches as kinds
+from .arrays import to_bytes
+from .background import Closed, Write, WriterThread
+from .directory import DirectoryFull
+from .health import Bounded
+from .jobs import MAX_ATTEMPTS, Job, Ledger, describe
+from .store import ColdStore, Unavailable
+
+__all__ = ["FlushResult", "Job", "SpillQueue"]
+
+
+class FlushResult(NamedTuple):
+    """`durable`: everything offered before the flush is on disk. The rest is the evidence, in entries; the longest prefix in tokens."""
+
+    durable: bool
+    pending: int
+    dropped: int
+    failed: int
+    entries: int
+    longest_durable_prefix: int
+
+
+class _Feed(NamedTuple):
+    """The job whose tensors are being turned into bytes, one a turn."""
+
+    job: Job
+    write: Write
+    tensors: Iterator[tuple[str, mx.array]]
+
+
+class SpillQueue:
+    """Holds at most `max_bytes` of caches that wait to be written (the newest is never dropped for it).
+
+    `offer` and `turn` are called on the generation thread, which owns the arrays;
+    everything else from any thread. `busy()` says whether requests run: the writer
+    pauses then. `wake()` asks for idle turns.
+    """
+
+    def __init__(
+        self,
+        store: ColdStore,
+        busy: Callable[[], bool],
+        max_bytes: int = 2 << 30,
+        debounce: float = 1.0,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._store = store
+        self._busy = busy
+        self._wake = wake
+        self._clock = clock
+        self.max_bytes = max_bytes
+        self.debounce = debounce
+        self._condition = threading.Condition(threading.RLock())
+        self._jobs: list[Job] = []  # waiting, oldest first
+        self._writes: dict[Write, Job] = {}  # in flight
+        self._feed: _Feed | None = None
+        self._ledger = Ledger()
+        self._counts: Counter[str] = Counter()
+        self._log = Bounded()
+        self._serial = 0
+        self._flushing = 0
+        self._flushes = 0
+        self._closed = False
+        self._thread = WriterThread(self._should_pause, lambda: self._wake(), self._announce)
+
+    # Generation thread
+
+    def offer(self, job: Job) -> None:
+        """Queue an entry to be written once no request comes for `debounce` seconds. Takes over its caches."""
+        if self._closed:
+            return
+        if self._store.touch(*job.place):
+            return
+        job.nbytes = kinds.nbytes(job.caches)
+        with self._condition:
+            self._serial += 1
+            job.serial, job.due = self._serial, self._clock() + self.debounce
+            self._counts["offered"] += 1
+            longer = [other for other in self._jobs if other.key != job.key]
+            if any(other.covers(job) for other in (*longer, *self._writes.values())):
+                self._ledger.note(job, "superseded")
+                return
+            for other in [other for other in self._jobs if job.covers(other)]:
+                self._jobs.remove(other)
+                self._ledger.note(other, "superseded")
+                self._counts["superseded"] += 1
+            self._jobs.append(job)
+            self._ledger.note(job, "pending")
+            self._enforce_cap()
+            self._condition.notify_all()
+        self._thread.nudge()
+
+    def turn(self) -> bool:
+        """Turn one tensor into bytes for the writer. True when more can be done right now. Never waits for the writer."""
+        if self._closed or not self._thread.has_room():
+            return False
+        feed = self._feed
+        if feed is None or feed.write.settled:
+            self._feed = None
+            return self._begin()
+        try:
+            name, array = next(feed.tensors, (None, None))
+            if name is not None:
+                self._thread.tensor(feed.write, name, to_bytes(array))
+                return self._thread.has_room()
+        except Exception as error:  # mlx could not evaluate or copy it; the request path must not notice
+            self._thread.cancel(feed.write, error)
+            self._feed = None
+            return False
+        self._thread.commit(feed.write)
+        self._feed = None
+        return self._next(self._clock()) is not None
+
+    def _begin(self) -> bool:
+        """Start on the next job that is due: its header now, its tensors in the turns to come."""
+        with self._condition:
+            job = self._next(self._clock())
+            if job is None:
+                return False
+            self._jobs.remove(job)
+            job.tried_by_flush = self._flushes
+            force = self._flushing > 0
+        try:
+            meta, tensors = describe(job)
+        except Exception as error:
+            with self._condition:
+                self._fail(job, error, retry=False)
+            return True
+        fingerprint, namespace, key = job.place
+        write = Write(lambda: self._store.begin(fingerprint, namespace, key, meta, force=force), self._settled)
+        with self._condition:
+            self._writes[write] = job
+        self._feed = _Feed(job, write, iter(tensors.items()))
+        self._thread.start(write)
+        return True
+
+    # Any thread
+
+    def flush(self, timeout: float) -> FlushResult:
+        """Write everything offered so far, or as much as `timeout` seconds allow. Not on the generation thread, whose idle turns it needs.
+
+        Jobs that failed before are tried once more.
+        """
+        deadline = time.monotonic() + timeout
+        with self._condition:
+            target = self._serial
+            self._flushing += 1
+            self._flushes += 1
+            mine = self._flushes
+        try:
+            self._thread.nudge()
+            while True:
+                self._wake()
+                with self._condition:
+                    left = deadline - time.monotonic()
+                    if left <= 0 or self._closed or not self._unsettled(target, mine):
+                        return self._result(target)
+                    # Bounded, so that an engine that missed one call is asked again.
+                    self._condition.wait(min(left, 0.25))
+        finally:
+            with self._condition:
+                self._flushing -= 1
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the queue. `pending_bytes` are held by jobs that wait or are being written."""
+        with self._condition:
+            jobs = [*self._jobs, *self._writes.values()]
+            return {
+                "pending": len(jobs),
+                "pending_bytes": sum(job.nbytes for job in jobs),
+                "undurable": len(self._ledger),
+                **{name: self._counts[name] for name in ("offered", "written", "dropped", "failed")},
+                "superseded_before_writing": self._counts["superseded"],
+            }
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """End the writer; jobs left are dropped. False when the thread did not end in time."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        ended = self._thread.close(timeout)
+        with self._condition:
+            for job in self._jobs:
+                self._drop(job)
+            self._jobs.clear()
+            self._feed = None
+        return ended
+
+    # Writer thread
+
+    def _should_pause(self) -> bool:
+        return self._flushing == 0 and self._busy()
+
+    def _announce(self) -> float | None:
+        """Ask for turns when a job has become due; seconds until the next one does."""
+        with self._condition:
+            # Times until due; a directory that rests after a failure makes everything wait.
+            rest = 0.0 if self._flushing else self._store.retry_in
+            waiting = {job: max(job.due - self._clock(), rest) for job in self._jobs if not job.announced}
+            due = [job for job, left in waiting.items() if left <= 0 or self._flushing]
+            for job in due:
+                job.announced = True
+            later = [left for job, left in waiting.items() if not job.announced]
+        if due:
+            self._wake()
+        return max(0.001, min(later)) if later else None
+
+    def _settled(self, write: Write, error: BaseException | None) -> None:
+        """An entry became durable, or did not."""
+        with self._condition:
+            job = self._writes.pop(write)
+            if error is None:
+                self._counts["written"] += 1
+                self._ledger.clear(job.place)
+            elif isinstance(error, Closed):
+                self._drop(job)
+            else:
+                if isinstance(error, OSError) and write.opened:
+                    self._store.write_failed(error)
+                self._fail(job, error, retry=isinstance(error, OSError))
+            self._condition.notify_all()
+        self._ledger_settle()
+        self._wake()
+
+    # Inside
+
+    def _next(self, now: float) -> Job | None:
+        """The oldest job to be written now: every one while flushing, unless this flush has tried it, else those that are due."""
+        with self._condition:
+            if not self._flushing and self._store.retry_in > 0:
+                return None
+            for job in self._jobs:
+                if job.tried_by_flush < self._flushes if self._flushing else job.due <= now:
+                    return job
+        return None
+
+    def _enforce_cap(self) -> None:
+        total = sum(job.nbytes for job in (*self._jobs, *self._writes.values()))
+        while total > self.max_bytes and len(self._jobs) > 1:
+            victim = self._jobs.pop(0)
+            total -= victim.nbytes
+            self._drop(victim)
+
+    def _drop(self, job: Job) -> None:
+        self._counts["dropped"] += 1
+        self._ledger.note(job, "dropped")
+        job.caches = []
+
+    def _fail(self, job: Job, error: BaseException, retry: bool) -> None:
+        """Note a failure; the job waits for another try, unless that is hopeless."""
+        job.attempts += 0 if isinstance(error, Unavailable) else 1
+        if not isinstance(error, Unavailable):
+            self._counts["failed"] += 1
+        self._ledger.note(job, "failed")
+        if not isinstance(error, (OSError, DirectoryFull)):
+            self._log.warn("failed", "SSD cache: an entry of %d tokens was not stored (%s)", job.length, error)
+        if not retry or job.attempts >= MAX_ATTEMPTS or self._closed:
+            job.caches = []
+            return
+        job.due = self._clock() + max(self._store.retry_in, self.debounce * 2**job.attempts)
+        job.announced = False
+        self._jobs.insert(0, job)
+        self._enforce_cap()
+
+    def _unsettled(self, target: int, flush: int) -> bool:
+        waiting = any(job.serial <= target and job.tried_by_flush < flush for job in self._jobs)
+        return waiting or any(job.serial <= target for job in self._writes.values())
+
+    def _ledger_settle(self) -> None:
+        with self._condition:
+            self._ledger.settle(self._store.covers)
+
+    def _result(self, target: int) -> FlushResult:
+        self._ledger.settle(self._store.covers)
+        ledger = self._ledger
+        stats = self._store.stats()
+        return FlushResult(
+            durable=ledger.count("pending", "superseded", "dropped", "failed", until=target) == 0 and ledger.forgotten == 0,
+            pending=len(self._jobs) + len(self._writes),
+            dropped=ledger.count("dropped") + ledger.forgotten,
+            failed=ledger.count("failed"),
+            entries=stats["entries"],
+            longest_durable_prefix=stats["longest_durable_prefix_tokens"],
+        )

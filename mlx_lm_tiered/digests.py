@@ -1,0 +1,143 @@
+"""SHA-256 of files, remembered while a file stays what it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("mlx_lm_tiered")
+
+MEMO_BYTES = 64 << 10
+PIECE = 8 << 20
+TRIES = 3
+# A change right after a change may leave times as they are, at the clock's
+# resolution in the file system; digests of files that fresh are not kept.
+FRESH_NS = 50_000_000
+
+
+def stat_key(path: Path) -> tuple[Any, ...]:
+    """What a file is known by: real path, device, inode, size, times in ns. Raises OSError."""
+    real = os.path.realpath(path)
+    status = os.stat(real)
+    return real, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def file_digest(path: Path, memo: DigestMemo, stopped: Callable[[], bool] = lambda: False) -> str:
+    """The hex SHA-256 of a file. Raises OSError, also when it keeps changing; InterruptedError when `stopped()`."""
+    for _ in range(TRIES):
+        key = stat_key(path)
+        known = memo.get(key)
+        if known is not None:
+            return known
+        digest = _hash(Path(key[0]), stopped)
+        if stat_key(path) == key:
+            if time.time_ns() - max(key[4], key[5]) > FRESH_NS:
+                memo.put(key, digest)
+            return digest
+    raise OSError(f"{path.name} changed while it was read")
+
+
+class DigestMemo:
+    """Digests by `stat_key`, kept in a file of at most `max_bytes`. Thread-safe; never raises for the file's sake."""
+
+    def __init__(self, path: Path | None, max_bytes: int = MEMO_BYTES):
+        self._path = path
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._digests: dict[tuple[Any, ...], str] = self._read()
+        self._changed = False
+
+    def get(self, key: tuple[Any, ...]) -> str | None:
+        with self._lock:
+            digest = self._digests.pop(key, None)
+            if digest is not None:
+                self._digests[key] = digest  # used last, forgotten last
+            return digest
+
+    def put(self, key: tuple[Any, ...], digest: str) -> None:
+        with self._lock:
+            # A file has one digest: what it was before need not be known.
+            for old in [k for k in self._digests if k[0] == key[0]]:
+                del self._digests[old]
+            self._digests[key] = digest
+            self._changed = True
+
+    def save(self) -> None:
+        """Write the file anew, through a temporary one."""
+        with self._lock:
+            if self._path is None or not self._changed:
+                return
+            data = self._encode()
+            self._changed = False
+        partial = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(data)
+                os.replace(partial, self._path)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            logger.debug("SSD cache: digests are not remembered: %s", error)
+
+    def _encode(self) -> bytes:
+        kept: list[list[Any]] = []
+        size = 16
+        for key, digest in reversed(self._digests.items()):
+            size += len(json.dumps([*key, digest])) + 2
+            if size > self._max_bytes:
+                break
+            kept.append([*key, digest])
+        return json.dumps({"version": 1, "digests": kept[::-1]}).encode()
+
+    def _read(self) -> dict[tuple[Any, ...], str]:
+        if self._path is None:
+            return {}
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            with os.fdopen(fd, "rb") as file:
+                status = os.fstat(fd)
+                # A digest someone else could have written would let his weights pass for ours.
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                    return {}
+                found = json.loads(file.read(4 * MEMO_BYTES))
+            return {tuple(key): digest for *key, digest in found["digests"] if _sound(key, digest)}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            logger.debug("SSD cache: the remembered digests are unreadable and made anew: %s", error)
+            return {}
+
+
+def _sound(key: list[Any], digest: Any) -> bool:
+    return (
+        len(key) == 6
+        and isinstance(key[0], str)
+        and all(type(n) is int for n in key[1:])
+        and isinstance(digest, str)
+        and len(digest) == 64
+        and not set(digest) - set("0123456789abcdef")
+    )
+
+
+def _hash(path: Path, stopped: Callable[[], bool]) -> str:
+    hasher = hashlib.sha256()
+    buffer = bytearray(PIECE)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            if stopped():
+                raise InterruptedError("stopped")
+            hasher.update(memoryview(buffer)[:count])
+    return hasher.hexdigest()
