@@ -102,8 +102,11 @@ class Stopping:
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def end(self, generator: Any) -> None:
-        """After the loop, on the main thread: let the generation thread end. Raises SystemExit(1) when something was lost."""
+    def end(self, generator: Any, release: Callable[[], None]) -> None:
+        """After the loop, on the main thread: let the generation thread end, then `release` the plugins' threads.
+
+        Raises SystemExit(1) when something was lost.
+        """
         thread = threading.Thread(target=generator.stop_and_join, name="mlx-lm-join", daemon=True)
         thread.start()
         thread.join(max(1.0, self._left()))
@@ -117,6 +120,8 @@ class Stopping:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+        # A thread that is still in native code when the interpreter goes away can take the process down with it.
+        release()
         if not (self._saved and self._finished):
             raise SystemExit(1)
 

@@ -37,7 +37,7 @@ def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
         with stopping.signals():
             result = original(*call.args, **call.kwargs)
         if stopping.requested:
-            stopping.end(options["response_generator"])
+            stopping.end(options["response_generator"], runtime.plugins.unconfigure)
         return result
 
     return _run_http_server
