@@ -69,7 +69,11 @@ def test_a_trimmed_concatenating_cache_is_dumped_without_what_was_trimmed():
     assert go_on(loaded, "", (1, 3)) == go_on(fill(ConcatenateKVCache(), 6), "", (1, 3))
 
 
-@pytest.mark.parametrize("make", [KVCache, lambda: ChunkedKVCache(100_000), lambda: QuantizedKVCache(32, 8), lambda: BatchKVCache([0])])
+@pytest.mark.parametrize(
+    "make",
+    [KVCache, lambda: ChunkedKVCache(100_000), lambda: QuantizedKVCache(32, 8), lambda: BatchKVCache([0])],
+    ids=["kv", "chunked", "quantized", "batch"],
+)
 def test_a_restored_cache_writes_its_next_token_in_place(make):
     n, heads, dim = 20_000, 2, 64
     keys = mx.zeros((1, heads, n, dim))

@@ -91,7 +91,6 @@ def test_the_lender_of_a_cut_keeps_its_values(name: str, data):
     assert bits(lender) == before
 
 
-# class: (a new cache, the most tokens that may be gone before it cannot be cut any more; None for ever)
 COUNTING = {
     "kv": KVCache,
     "concat": ConcatenateKVCache,
@@ -166,7 +165,8 @@ CUTS = [
     ("long chunk", lambda: fill(RotatingKVCache(8), 20), {3: True, 12: True, 20: True}),
     ("long chunk, keep", lambda: fill(RotatingKVCache(8, keep=2), 20), {3: False, 20: True}),
     ("long chunk and a step", lambda: fill(RotatingKVCache(8), 20, 1), {3: False, 21: True}),
-    ("two chunks", lambda: fill(RotatingKVCache(8), 5, 5), {3: False, 10: True}),
+    ("two chunks, nothing dropped", lambda: fill(RotatingKVCache(8), 5, 5), {3: True, 10: True}),
+    ("two chunks", lambda: fill(RotatingKVCache(8), 8, 5), {3: False, 13: True}),
     ("chunked", lambda: fill(ChunkedKVCache(8), 20), {3: True, 20: True}),
     ("front gone", STATES["chunked-front-trimmed"], {3: False, 19: False, 20: True}),
     ("recurrent", lambda: arrays(SSM), {0: False, 5: False}),
@@ -217,7 +217,7 @@ def test_a_borrower_copies_about_what_it_was_lent():
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     [lent] = kinds.lend([donor], 1000)
-    assert mx.get_peak_memory() == before
+    assert mx.get_peak_memory() <= before
     lent.update_and_fetch(one, one)
     mx.eval(lent.keys, lent.values)
     assert 0 < mx.get_peak_memory() - before < donor.nbytes // 10

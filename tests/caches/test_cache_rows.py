@@ -1,0 +1,137 @@
+"""A row merged without copying behaves as upstream's merge of it, whatever the batch does next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from cache_states import DIM, HEADS, STATES, advance, arrays, bits, fill, noise
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
+
+from mlx_lm_tiered import caches as kinds
+
+SSM = ((1, 3, 8), mx.float32)
+MERGEABLE = {
+    "kv": KVCache,
+    "rotating": lambda: RotatingKVCache(12),
+    "rotating-keep": lambda: RotatingKVCache(12, keep=3),
+    "rotating-wide": lambda: RotatingKVCache(300),
+    "nested": lambda: CacheList(KVCache(), CacheList(RotatingKVCache(12), KVCache())),
+    "hybrid": lambda: CacheList(ArraysCache(2), KVCache()),
+    "arrays": lambda: ArraysCache(2),
+}
+CHUNKS = st.lists(st.sampled_from([1, 1, 1, 3, 9, 20]), max_size=4)
+
+
+def request(name: str, chunks: list[int], trim: int = 0) -> Any:
+    cache = MERGEABLE[name]()
+    for i, n in enumerate(chunks):
+        advance(cache, n, seed=i)
+    if trim and getattr(cache, "keys", None) is not None and cache.is_trimmable():
+        cache.trim(min(trim, cache.offset - 1))
+    return cache
+
+
+def rows_of(cache: Any) -> int:
+    while isinstance(cache, CacheList):
+        cache = cache.caches[0]
+    return cache.batch_size if isinstance(cache, ArraysCache) else cache.left_padding.shape[0]
+
+
+def attend(cache: Any, n: int, seed: int) -> list:
+    """One forward pass over `n` tokens: what attention gives, not what lies behind masks."""
+    if isinstance(cache, CacheList):
+        return [attend(c, n, seed + i) for i, c in enumerate(cache.caches)]
+    if isinstance(cache, ArraysCache):
+        return advance(cache, n, seed)
+    rows = cache.left_padding.shape[0]
+    mask = cache.make_mask(n, return_array=True)
+    queries, new = noise(rows, HEADS, n, DIM, seed=seed), noise(rows, HEADS, n, DIM, seed=seed + 1)
+    keys, values = cache.update_and_fetch(new, new)
+    return [bits(mask), bits(cache.offset), bits(mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask))]
+
+
+def apply(cache: Any, op: str, n: int, seed: int, name: str) -> list:
+    rows = rows_of(cache)
+    if op == "attend":
+        return attend(cache, n, seed)
+    if op == "padded" and n > 1:
+        padding = [(i * 2 + 1) % n for i in range(rows)]
+        cache.prepare(lengths=[n - p for p in padding], right_padding=padding)
+        seen = attend(cache, n, seed)
+        cache.finalize()
+        return seen
+    if op == "extend":
+        other = request(name, [n, 1])
+        cache.extend(type(other).merge([other]))
+    if op == "filter" and rows > 1:
+        cache.filter(mx.array([i for i in range(rows) if i != n % rows]))
+    return []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(MERGEABLE)),
+    CHUNKS,
+    st.integers(0, 4),
+    st.lists(
+        st.tuples(st.sampled_from(["attend", "attend", "padded", "extend", "filter"]), st.sampled_from([1, 1, 2, 5, 14])),
+        min_size=1,
+        max_size=7,
+    ),
+)
+def test_every_following_step_is_upstreams(name: str, chunks: list[int], trim: int, operations):
+    theirs = type(MERGEABLE[name]()).merge([request(name, chunks, trim)])
+    merged = kinds.merge_row([request(name, chunks, trim)])
+    assert merged is not None
+    [ours] = merged
+    assert type(ours) is type(theirs)
+    for seed, (op, n) in enumerate(operations):
+        assert apply(ours, op, n, 10 * seed, name) == apply(theirs, op, n, 10 * seed, name), op
+        if chunks or any(op in ("attend", "extend") for op, _ in operations[: seed + 1]):
+            for row in range(rows_of(theirs)):
+                assert bits(ours.extract(row)) == bits(theirs.extract(row)), op
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_none_where_upstream_cannot_merge(name: str):
+    cache = STATES[name]()
+    try:
+        theirs = type(cache).merge([cache]) if hasattr(type(cache), "merge") and not name.startswith("batch") else None
+    except (AttributeError, RuntimeError, StopIteration, ValueError):
+        theirs = None
+    before = bits(cache)
+    merged = kinds.merge_row([cache])
+    assert bits(cache) == before
+    # Upstream takes a cache without its first slot for an empty one; that is left to it.
+    assert (merged is None) == (theirs is None or name == "arrays-first-missing")
+    if merged is not None:
+        assert type(merged[0]) is type(theirs) and vars(merged[0]).keys() == vars(theirs).keys()
+
+
+def test_one_that_cannot_be_merged_leaves_all_to_upstream():
+    assert kinds.merge_row([fill(KVCache(), 3), STATES["quantized-8-bits"]()]) is None
+    assert kinds.merge_row([CacheList(fill(KVCache(), 3), STATES["chunked"]())]) is None
+    assert kinds.merge_row([arrays(SSM, None)]) is None
+
+
+@pytest.mark.parametrize(("make", "batch"), [(KVCache, BatchKVCache), (lambda: RotatingKVCache(50_000), BatchRotatingKVCache)], ids=["kv", "rotating"])
+def test_merging_and_the_next_step_copy_nothing(make, batch):
+    n, one = 20_000, mx.ones((1, HEADS, 1, DIM))
+    keys = mx.zeros((1, HEADS, n, DIM))
+    cache = make()
+    cache.update_and_fetch(keys, keys)
+    cache.update_and_fetch(one, one)
+    del keys
+    mx.eval(cache.keys, cache.values)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    [row] = kinds.merge_row([cache])
+    assert type(row) is batch
+    row.update_and_fetch(one, one)
+    mx.eval(row.keys, row.values)
+    assert mx.get_peak_memory() - before < cache.nbytes // 20
