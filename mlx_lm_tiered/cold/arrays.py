@@ -24,12 +24,12 @@ MAX_RUNS = 512  # of one vectored read; systems allow 1024
 # Room for growth in one entry. Real entries stay far below; a hostile header could ask for a thousandfold of its file.
 MAX_ROOM = 4 << 30
 
-_MLX = {
+MLX_DTYPES = {
     "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "U32": mx.uint32, "I32": mx.int32,
     "U64": mx.uint64, "I64": mx.int64, "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "F64": mx.float64,
     "C64": mx.complex64,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _MLX.items()}
+_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items()}
 
 
 def spec_of(name: str, array: mx.array, grow_axis: int | None) -> TensorSpec:
@@ -65,7 +65,7 @@ class Landing:
     def __init__(self, spec: TensorSpec, shape: tuple[int, ...]):
         self._spec = spec
         self._array: mx.array | None = None
-        dtype = _MLX[spec.dtype]
+        dtype = MLX_DTYPES[spec.dtype]
         if _shared_memory():
             self._array = mx.zeros(shape, dtype=dtype)
             mx.eval(self._array)

@@ -60,6 +60,13 @@ class Catalog:
             best = index.best(key, usable) if index is not None and limit > 0 else None
         return Found(*best) if best else None
 
+    def closest(self, fingerprint: str, namespace: str, key: bytes) -> Found | None:
+        """The entry that shares most leading tokens with `key`, usable or not, and how many."""
+        with self._lock:
+            index = self._indexes.get((fingerprint, namespace))
+            best = index.closest(key) if index is not None else None
+        return Found(*best) if best else None
+
     def superseded(self, meta: Meta, key: bytes) -> list[ColdEntry]:
         """Entries that an entry of `meta` and `key` makes superfluous: strict prefixes that it can serve itself."""
         with self._lock:

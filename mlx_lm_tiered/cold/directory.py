@@ -170,10 +170,17 @@ class Directory:
 
     # Files
 
-    def create_partial(self) -> tuple[Path, int]:
-        """A new temporary file, open for writing."""
+    def create_partial(self, size: int) -> tuple[Path, int]:
+        """A new temporary file, open for writing, which claims its `size` from the start: who counts the files counts what is still to be written. Call with the lock held."""
         path = self.root / "tmp" / f"{self._token}-{next(self._numbers)}.tmp"
-        return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, size)
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        return path, fd
 
     def publish(self, partial: Path, path: Path) -> None:
         """Put a finished file in place, durably. Call with the lock held."""

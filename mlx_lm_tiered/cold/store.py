@@ -57,8 +57,9 @@ class ColdStore:
     # Finding
 
     def attach(self, fingerprint: str) -> None:
-        """Start to index this model's entries, in a thread of its own; once per fingerprint. `find` does it too."""
-        self._start_scan(fingerprint, lambda: self._scan(fingerprint))
+        """Start to index this model's entries, in a thread of its own, once per fingerprint (again later if it failed). `find` does it too."""
+        if fingerprint not in self._scans and self._outage.retry_in == 0:
+            self._start_scan(fingerprint, lambda: self._scan(fingerprint))
 
     def wait_scanned(self, timeout: float | None = None) -> bool:
         """Wait until all scans started so far have ended. False when time ran out."""
@@ -73,6 +74,10 @@ class ColdStore:
         """The entry that serves the longest prefix of `key`, of `limit` tokens at most. Looks at the index only."""
         self.attach(fingerprint)
         return self._catalog.find(fingerprint, namespace, key, limit)
+
+    def closest(self, fingerprint: str, namespace: str, key: bytes) -> Found | None:
+        """The entry that shares most leading tokens with `key`, usable or not, and how many: why a lookup did not find more."""
+        return self._catalog.closest(fingerprint, namespace, key)
 
     def covers(self, fingerprint: str, namespace: str, key: bytes) -> bool:
         """Whether an indexed entry serves exactly these tokens."""
@@ -165,8 +170,8 @@ class ColdStore:
             self._directory.prepare()
             with self._directory.locked():
                 self._evict(size, keep)
-                partial, fd = self._directory.create_partial()
-                return EntryWriter(partial, fd, meta, key, lambda done: self._publish(done, path, meta, key, size))
+                partial, fd = self._directory.create_partial(size)
+            return EntryWriter(partial, fd, meta, key, lambda done: self._publish(done, path, meta, key, size))
         except DirectoryFull as error:
             self._count("skipped_too_large")
             self._log.warn("large", "SSD cache: %d tokens are not stored: %s", meta.length, error)
@@ -197,7 +202,9 @@ class ColdStore:
                 ancestor.path.unlink(missing_ok=True)
                 self._catalog.forget(ancestor.path, ancestor)
                 self._count("superseded")
+        usage = self._directory.usage()
         with self._lock:
+            self._usage = usage
             self._counts.update(stored=1, stored_bytes=size)
         self._outage.worked()
 
@@ -287,6 +294,7 @@ class ColdStore:
 
     def _scan(self, fingerprint: str) -> None:
         counts: Counter[str] = Counter()
+        self._scans[""].join()  # which makes the directory
         try:
             files = self._directory.files()
             for entry in scan(files, fingerprint, self._catalog.knows, self._damaged, counts):
@@ -297,6 +305,8 @@ class ColdStore:
             free = os.statvfs(self.root)
         except OSError as error:
             self._outage.failed(f"scanning {self.root}", error)
+            with self._lock:
+                del self._scans[fingerprint]  # so that it is tried again
             return
         with self._lock:
             self._usage = usage

@@ -18,10 +18,8 @@ from .format import Meta
 class EntryWriter:
     """Writes the tensors of `meta` in their order, each in one or more pieces, then commits. One thread at a time.
 
-    The file has its full size from the start, so that whoever counts the
-    directory's bytes counts what this writer is still going to write. `publish(path)`
-    puts the finished, synced file in place. All methods raise OSError; after that,
-    or when given up, `abort`.
+    `fd` is open on the file at `path`. `publish(path)` puts the finished, synced file
+    in place. All methods raise OSError; after that, or when given up, `abort`.
     """
 
     def __init__(self, path: Path, fd: int, meta: Meta, key: bytes, publish: Callable[[Path], None]):
@@ -35,7 +33,6 @@ class EntryWriter:
         self._checksums: list[str] = []
         self._left = 0
         self._hasher = xxhash.xxh3_64()
-        os.ftruncate(fd, self.size)
         tokens = np.frombuffer(key, dtype=">i8").astype("<i8").tobytes()
         self.write(fmt.TOKENS, memoryview(tokens))
 
