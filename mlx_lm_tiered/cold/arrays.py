@@ -103,17 +103,15 @@ class Landing:
     def finish(self) -> mx.array:
         """The filled array."""
         if self._array is None:
-            array = mx.array(self._view)
-            self._array = array.view(mx.bfloat16) if self._spec.dtype == "BF16" else array
+            self._array = mx.array(self._view).view(MLX_DTYPES[self._spec.dtype])
             mx.eval(self._array)
         del self._view
         return self._array
 
 
 def _numpy_dtype(name: str) -> Any:
-    special = {"BOOL": np.bool_, "BF16": np.uint16, "C64": np.complex64}
-    kind = {"U": "u", "I": "i", "F": "f"}
-    return special[name] if name in special else np.dtype(f"{kind[name[0]]}{DTYPES[name]}")
+    """What to carry a dtype's bytes in: integers of its width, which mlx takes over as they are."""
+    return np.bool_ if name == "BOOL" else np.dtype(f"u{DTYPES[name]}")
 
 
 @cache

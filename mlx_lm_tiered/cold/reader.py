@@ -117,7 +117,7 @@ def _read(fd: int, length: int, at: int) -> bytes:
 def _read_into(fd: int, batch: list[memoryview], at: int) -> None:
     """Fill all the pieces from the file at `at`; a read may stop anywhere."""
     while batch:
-        count = os.preadv(fd, batch, at)
+        count = _PREADV(fd, batch, at)
         if count == 0:
             raise BadEntry("The file ends too early.")
         at += count
@@ -126,3 +126,13 @@ def _read_into(fd: int, batch: list[memoryview], at: int) -> None:
             batch = batch[1:]
         if count:
             batch = [batch[0][count:], *batch[1:]]
+
+
+def _pread_one(fd: int, batch: list[memoryview], at: int) -> int:
+    """`preadv` for systems without it (macOS before 11): fills the first piece only."""
+    data = os.pread(fd, len(batch[0]), at)
+    batch[0][: len(data)] = data
+    return len(data)
+
+
+_PREADV = getattr(os, "preadv", _pread_one)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,3 +73,49 @@ def scan(
                 continue
             counts["indexed"] += 1
             yield entry
+
+
+class Scans:
+    """The threads that look at the directory, by name, each started once."""
+
+    def __init__(self) -> None:
+        self._threads: dict[str, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self.closed = False
+
+    def start(self, name: str, work: Callable[[], None]) -> None:
+        """Run `work`, unless a thread of this name was started before."""
+        with self._lock:
+            if name in self._threads or self.closed:
+                return
+            thread = threading.Thread(target=work, name=f"mlx-lm-tiered-scan-{name[:8]}", daemon=True)
+            self._threads[name] = thread
+            thread.start()
+
+    def forget(self, name: str) -> None:
+        """Let this name be started again."""
+        with self._lock:
+            self._threads.pop(name, None)
+
+    @property
+    def running(self) -> bool:
+        with self._lock:
+            return any(thread.is_alive() for thread in self._threads.values())
+
+    def wait_for(self, name: str) -> None:
+        """Wait for one thread that was started before."""
+        self._threads[name].join()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for all threads started so far. False when time ran out."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            threads = list(self._threads.values())
+        for thread in threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def close(self, timeout: float) -> None:
+        """Start none any more, and wait for those that run."""
+        self.closed = True
+        self.wait(timeout)

@@ -11,18 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .. import caches as kinds
 from .catalog import Catalog, ColdEntry, Found
 from .directory import Directory, DirectoryFull
-from .format import BadEntry, ForeignEntry, Meta, file_size
+from .format import BadEntry, Meta, file_size
 from .health import Bounded, Checking, Outage, logger
-from .reader import open_entry
 from .listing import Listed, listing
-from .scan import cold_entry, scan
+from .restore import Damaged, Replaced, read_caches
+from .scan import Scans, cold_entry, scan
 from .writer import EntryWriter
 
-
 __all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "Unavailable"]
+
+# What `stats` counts: bytes and tokens where the name says so, else events.
+COUNTERS = (
+    "restores", "restored_bytes", "restored_tokens", "stored", "stored_bytes", "superseded", "evictions", "quarantined",
+    "corrupt", "gone", "read_errors", "write_errors", "skipped_too_large",
+)  # fmt: skip
 
 
 class Unavailable(OSError):
@@ -50,25 +54,19 @@ class ColdStore:
         self._usage = 0
         self._seconds = {"last": 0.0, "total": 0.0}
         self._last_use = 0
-        self._scans: dict[str, threading.Thread] = {}
-        self._closed = False
-        self._start_scan("", self._housekeep)
+        self._scans = Scans()
+        self._scans.start("", self._housekeep)
 
     # Finding
 
     def attach(self, fingerprint: str) -> None:
         """Start to index this model's entries, in a thread of its own, once per fingerprint (again later if it failed). `find` does it too."""
-        if fingerprint not in self._scans and self._outage.retry_in == 0:
-            self._start_scan(fingerprint, lambda: self._scan(fingerprint))
+        if self._outage.retry_in == 0:
+            self._scans.start(fingerprint, lambda: self._scan(fingerprint))
 
     def wait_scanned(self, timeout: float | None = None) -> bool:
         """Wait until all scans started so far have ended. False when time ran out."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            threads = list(self._scans.values())
-        for thread in threads:
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+        return self._scans.wait(timeout)
 
     def find(self, fingerprint: str, namespace: str, key: bytes, limit: int) -> Found | None:
         """The entry that serves the longest prefix of `key`, of `limit` tokens at most. Looks at the index only."""
@@ -80,15 +78,26 @@ class ColdStore:
         return self._catalog.closest(fingerprint, namespace, key)
 
     def covers(self, fingerprint: str, namespace: str, key: bytes) -> bool:
-        """Whether an indexed entry serves exactly these tokens."""
-        return self._covering(fingerprint, namespace, key) is not None
+        """Whether an entry that serves exactly these tokens is on disk. Looks whether its file still is."""
+        return self._covered(fingerprint, namespace, key, lambda path: os.stat(path, follow_symlinks=False))
 
     def touch(self, fingerprint: str, namespace: str, key: bytes) -> bool:
-        """Note a use of these tokens that the store did not see (a hit in RAM). Returns `covers`."""
-        entry = self._covering(fingerprint, namespace, key)
-        if entry is not None:
-            self._used(entry.path)
-        return entry is not None
+        """The same, and note a use of these tokens that the store did not see (a hit in RAM)."""
+        return self._covered(fingerprint, namespace, key, self._used)
+
+    def _covered(self, fingerprint: str, namespace: str, key: bytes, look: Callable[[Path], object]) -> bool:
+        length = len(key) // 8
+        while (found := self.find(fingerprint, namespace, key, length)) and found.length == length:
+            try:
+                look(found.entry.path)
+            except FileNotFoundError:
+                self._catalog.forget(found.entry.path, found.entry)
+            except OSError:
+                self._count("untouched")  # not reachable for the moment: nobody can say it is gone
+                return True
+            else:
+                return True
+        return False
 
     # Restoring
 
@@ -100,9 +109,11 @@ class ColdStore:
         """
         started = time.perf_counter()
         try:
-            caches = self._read(entry)
-        except FileNotFoundError:
+            caches = read_caches(entry, self._checking, self._used)
+        except (FileNotFoundError, Replaced):
             self._count("gone")
+        except Damaged as error:
+            self._damaged(entry.path, error.status, error)
         except OSError as error:
             self._count("read_errors")
             self._log.warn("read", "SSD cache: reading %s failed (%s)", entry.path.name, error)
@@ -111,34 +122,12 @@ class ColdStore:
             self._log.warn("memory", "SSD cache: restoring %d tokens failed (%s)", entry.length, error)
             return None
         else:
-            if caches is not None:
-                seconds = time.perf_counter() - started
-                with self._lock:
-                    self._counts.update(restores=1, restored_bytes=entry.nbytes, restored_tokens=entry.length)
-                    self._seconds = {"last": seconds, "total": self._seconds["total"] + seconds}
-                return caches
+            seconds = time.perf_counter() - started
+            with self._lock:
+                self._counts.update(restores=1, restored_bytes=entry.nbytes, restored_tokens=entry.length)
+                self._seconds = {"last": seconds, "total": self._seconds["total"] + seconds}
+            return caches
         self._catalog.forget(entry.path, entry)
-        return None
-
-    def _read(self, entry: ColdEntry) -> list[Any] | None:
-        """Caches from the file; None after quarantining it or finding another entry there. Raises OSError and mlx's errors."""
-        status = os.stat(entry.path, follow_symlinks=False)
-        try:
-            with open_entry(entry.path) as reader:
-                status, meta = reader.status, reader.header.meta
-                if (meta.fingerprint, meta.namespace) != (entry.fingerprint, entry.namespace) or reader.key() != entry.key:
-                    self._count("gone")
-                    return None
-                verify = self._checking.wanted()
-                arrays = reader.arrays(verify)
-                self._checking.measured(entry.nbytes, reader.read_seconds, reader.hash_seconds if verify else None)
-                caches = _load(meta, arrays)
-                self._used(reader.fd)
-                return caches
-        except ForeignEntry:
-            self._count("gone")
-        except BadEntry as error:
-            self._damaged(entry.path, status, error)
         return None
 
     # Storing
@@ -202,9 +191,8 @@ class ColdStore:
                 ancestor.path.unlink(missing_ok=True)
                 self._catalog.forget(ancestor.path, ancestor)
                 self._count("superseded")
-        usage = self._directory.usage()
+        self._measure()
         with self._lock:
-            self._usage = usage
             self._counts.update(stored=1, stored_bytes=size)
         self._outage.worked()
 
@@ -215,9 +203,12 @@ class ColdStore:
                 self._catalog.forget(path)
                 self._count("evictions")
         finally:
-            usage = self._directory.usage()
-            with self._lock:
-                self._usage = usage
+            self._measure()
+
+    def _measure(self) -> None:
+        usage = self._directory.usage()
+        with self._lock:
+            self._usage = usage
 
     # Looking after itself
 
@@ -226,20 +217,16 @@ class ColdStore:
         with self._lock:
             counts, seconds = Counter(self._counts), dict(self._seconds)
             usage = self._usage
-        names = (
-            "restores", "restored_bytes", "restored_tokens", "stored", "stored_bytes", "superseded", "evictions", "quarantined",
-            "corrupt", "gone", "read_errors", "write_errors", "skipped_too_large",
-        )  # fmt: skip
         return {
             "directory": str(self.root),
             "entries": len(self._catalog),
             "bytes": usage,
             "max_bytes": self.max_bytes,
-            **{name: counts[name] for name in names},
+            **{name: counts[name] for name in COUNTERS},
             "restore_seconds_last": seconds["last"],
             "restore_seconds_total": seconds["total"],
             "verify": self._checking.mode,
-            "scanning": any(thread.is_alive() for thread in list(self._scans.values())),
+            "scanning": self._scans.running,
             "longest_durable_prefix_tokens": self._catalog.longest(),
         }
 
@@ -256,27 +243,18 @@ class ColdStore:
                     file.path.unlink(missing_ok=True)
                     self._catalog.forget(file.path)
                     count += 1
-            self._evict(0)
+            self._measure()
         return count
 
     def close(self) -> None:
         """End the scans; files stay."""
-        self._closed = True
-        self.wait_scanned(10.0)
+        self._scans.close(10.0)
         try:
             self._directory.close()
         except OSError as error:
             logger.debug("SSD cache: closing: %s", error)
 
     # Inside
-
-    def _start_scan(self, name: str, work: Callable[[], None]) -> None:
-        with self._lock:
-            if name in self._scans or self._closed:
-                return
-            thread = threading.Thread(target=work, name=f"mlx-lm-tiered-scan-{name[:8]}", daemon=True)
-            self._scans[name] = thread
-            thread.start()
 
     def _housekeep(self) -> None:
         """At start: make the directory, remove what dead writers left, get below the cap."""
@@ -294,35 +272,27 @@ class ColdStore:
 
     def _scan(self, fingerprint: str) -> None:
         counts: Counter[str] = Counter()
-        self._scans[""].join()  # which makes the directory
+        self._scans.wait_for("")  # which makes the directory
         try:
             files = self._directory.files()
             for entry in scan(files, fingerprint, self._catalog.knows, self._damaged, counts):
                 self._catalog.add_older(entry)
-                if self._closed:
+                if self._scans.closed:
                     return
-            usage = self._directory.usage()
+            self._measure()
             free = os.statvfs(self.root)
         except OSError as error:
             self._outage.failed(f"scanning {self.root}", error)
-            with self._lock:
-                del self._scans[fingerprint]  # so that it is tried again
+            self._scans.forget(fingerprint)  # so that it is tried again
             return
-        with self._lock:
-            self._usage = usage
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if why not in ("scanned", "indexed"))
         logger.info(
             "SSD cache %s: scanned %d, indexed %d, skipped: %s; %.2f of %.2f GB used, %.1f GB free on the disk",
-            self.root, counts["scanned"], counts["indexed"], skipped or "none", usage / 1e9, self.max_bytes / 1e9,
+            self.root, counts["scanned"], counts["indexed"], skipped or "none", self._usage / 1e9, self.max_bytes / 1e9,
             free.f_bavail * free.f_frsize / 1e9,
         )  # fmt: skip
 
-    def _covering(self, fingerprint: str, namespace: str, key: bytes) -> ColdEntry | None:
-        length = len(key) // 8
-        found = self.find(fingerprint, namespace, key, length)
-        return found.entry if found and found.length == length else None
-
-    def _damaged(self, path: Path, status: os.stat_result, error: BadEntry) -> None:
+    def _damaged(self, path: Path, status: os.stat_result, error: BadEntry | Damaged) -> None:
         self._count("corrupt")
         self._log.warn("damaged", "SSD cache: %s is damaged and was put away: %s", path.name, error)
         try:
@@ -332,12 +302,9 @@ class ColdStore:
             logger.debug("SSD cache: quarantine: %s", failure)
 
     def _used(self, file: Path | int) -> None:
-        """Note the use of a file, in the file."""
+        """Note the use of a file, in the file. Raises OSError."""
         now = self._now()
-        try:
-            os.utime(file, ns=(now, now))
-        except OSError:
-            self._count("untouched")  # a read-only directory, or a file that went
+        os.utime(file, ns=(now, now))
 
     def _now(self) -> int:
         """Nanoseconds since 1970, never the same twice, so that the order of uses is their order in the files."""
@@ -348,18 +315,6 @@ class ColdStore:
     def _count(self, name: str) -> None:
         with self._lock:
             self._counts[name] += 1
-
-
-def _load(meta: Meta, arrays: dict[str, Any]) -> list[Any]:
-    """Caches from checked parts. Raises BadEntry when they do not fit together, whatever the caches made of them."""
-    try:
-        caches = kinds.load(meta.descriptors, arrays)
-        length = kinds.length(caches)
-    except Exception as error:
-        raise BadEntry(f"The caches cannot be put together ({error}).") from error
-    if length is not None and length != meta.length:
-        raise BadEntry(f"The caches hold {length} tokens, the header says {meta.length}.")
-    return caches
 
 
 def _discard(partial: Path, fd: int) -> None:

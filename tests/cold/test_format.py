@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from mlx_lm_tiered.cold import arrays as arrays_module
 from mlx_lm_tiered.cold import format as fmt
+from mlx_lm_tiered.cold import reader
 from mlx_lm_tiered.cold.arrays import MLX_DTYPES, MAX_ROOM, STEP, capacities, spec_of, to_bytes
 from mlx_lm_tiered.cold.format import BadEntry, ForeignEntry, Meta, TensorSpec
 from mlx_lm_tiered.cold.reader import open_entry
@@ -85,6 +87,37 @@ def test_tensors_larger_than_a_piece_come_back(tmp_path):
     array = mx.random.normal((1, 2, 30_000, 32))
     _, back = read(write(tmp_path / "x", {"a": array}, grow={"a": 2}))
     assert mx.array_equal(back["a"][:, :, :30_000], array).item()
+
+
+def test_systems_without_vectored_reads_read_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "_PREADV", reader._pread_one)
+    array = mx.random.normal((2, 3, 5, 4))
+    _, back = read(write(tmp_path / "x", {"a": array}, grow={"a": 2}))
+    assert mx.array_equal(back["a"][:, :, :5], array).item()
+
+
+def test_short_reads_are_continued(tmp_path, monkeypatch):
+    """A system may return less than was asked for, also within a piece."""
+    draw = random.Random(1)
+
+    def short(fd, batch, at):
+        return os.preadv(fd, [batch[0][: draw.randrange(1, len(batch[0]) + 1)]] if draw.random() < 0.5 else batch, at)
+
+    monkeypatch.setattr(reader, "_PREADV", short)
+    array = mx.random.normal((20, 3, 5, 4))
+    _, back = read(write(tmp_path / "x", {"a": array}, grow={"a": 2}))
+    assert mx.array_equal(back["a"][:, :, :5], array).item()
+
+
+def test_without_shared_memory_arrays_come_through_copies(tmp_path, monkeypatch):
+    """As on CUDA, where numpy cannot look into mlx's buffers."""
+    for name, dtype in MLX_DTYPES.items():
+        array = random_array(dtype, (2, 5, 4))
+        monkeypatch.setattr(arrays_module, "_shared_memory", lambda: False)
+        _, back = read(write(tmp_path / "x", {"a": array}, grow={"a": 1}))
+        monkeypatch.undo()
+        assert back["a"].dtype == dtype, name
+        assert bytes(to_bytes(back["a"][:, :5])) == bytes(to_bytes(array)), name
 
 
 def test_tokens_come_back_also_those_that_name_images(tmp_path):

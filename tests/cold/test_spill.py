@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shutil
 import threading
 import time
 import weakref
@@ -347,3 +348,16 @@ def test_the_donor_may_go_on_while_its_snapshot_is_written(make):
     assert flush(queue).durable
     found = restore(scanned(store.root), range(50))
     assert all(mx.array_equal(c.keys[:, :, :50], e).item() for c, e in zip(found, expected, strict=True))
+
+
+def test_a_flush_does_not_promise_what_a_deleted_directory_lost(make):
+    store, queue = make()
+    caches = plain(50)
+    queue.offer(job(range(50), kinds.lend(caches)))
+    assert flush(queue).durable
+    shutil.rmtree(store.root)
+    assert not store.covers(FINGERPRINT, "", token_key(range(50)))
+    queue.offer(job(range(50), kinds.lend(caches)))
+    result = flush(queue)
+    assert result.durable and result.entries == 1
+    assert same(restore(scanned(store.root), range(50)), caches)
