@@ -8,13 +8,19 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("mlx_lm_patches")
 
 DEFAULT_TIMEOUT = 120.0
+_SETTLE_SECONDS = 1.0
+_GRACE_SECONDS = 0.1
+_RECENT_HANDLERS = 64
+_TASKS = Path("/proc/self/task")
 
 
 class Stopping:
@@ -39,6 +45,9 @@ class Stopping:
         self._finished = True
         self._httpd: Any = None
         self._bound = threading.Event()
+        self._drainer = threading.Thread(target=self._drain, name="mlx-lm-shutdown", daemon=True)
+        self._handlers: set[threading.Thread] = set()
+        self._ended: deque[threading.Thread] = deque(maxlen=_RECENT_HANDLERS)
 
     def bound(self, httpd: Any) -> None:
         """Tell which server to stop."""
@@ -60,12 +69,23 @@ class Stopping:
             self._changed.notify_all()
 
     @contextmanager
+    def handling(self) -> Iterator[None]:
+        """A connection's thread, while it runs."""
+        thread = threading.current_thread()
+        self._handlers.add(thread)
+        try:
+            yield
+        finally:
+            self._ended.append(thread)
+            self._handlers.discard(thread)
+
+    @contextmanager
     def signals(self) -> Iterator[None]:
         """Handle the signals while the server's loop runs; only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        threading.Thread(target=self._drain, name="mlx-lm-shutdown", daemon=True).start()
+        self._drainer.start()
         before: dict[signal.Signals, Any] = {}
         for number in (signal.SIGTERM, signal.SIGINT):
             # A shell's background job has SIGINT ignored, and so it stays.
@@ -120,10 +140,52 @@ class Stopping:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        # A thread that is still in native code when the interpreter goes away can take the process down with it.
+        _until_gone(generator._generation_thread)
         release()
+        self._settle(generator)
         if not (self._saved and self._finished):
             raise SystemExit(1)
 
+    def _settle(self, generator: Any) -> None:
+        """Let threads that used mlx end before the interpreter does.
+
+        mlx frees a thread's compiled functions when the native thread ends, after
+        Python has joined it, and takes the interpreter's lock for that. Once the
+        interpreter goes away, whoever asks for the lock is ended, inside a C++
+        destructor, which aborts the process (stock servers do, in a third of their
+        stops and more). So wait for the native threads. One that waits for an idle
+        client frees nothing; it is left.
+        """
+        until = time.monotonic() + _SETTLE_SECONDS
+        self._drainer.join()
+        for thread in list(self._handlers):
+            thread.join(max(0.0, until - time.monotonic()))
+        for thread in [generator._generation_thread, *self._ended]:
+            while not thread.is_alive() and time.monotonic() < until and _native(thread):
+                time.sleep(0.002)
+        if not _TASKS.exists():
+            time.sleep(_GRACE_SECONDS)
+
     def _and_unsaved(self) -> str:
         return "" if self._saved else " and not all of the prompt cache saved"
+
+
+def _until_gone(thread: Any, timeout: float = 5.0) -> None:
+    """Wait until the system's thread behind a joined Python thread has ended.
+
+    mlx keeps compiled functions per thread. It lets them go when the thread ends,
+    which is after `join` has returned, and needs the interpreter for it; while that
+    is being finalized the C++ runtime aborts the process (core dump: the compile
+    cache's destructor among the thread's TLS destructors, mlx 0.32.4).
+    """
+    if not os.path.isdir("/proc/self/task"):
+        time.sleep(0.2)  # nothing tells here; it takes microseconds once this thread gives up the interpreter
+        return
+    deadline = time.monotonic() + timeout
+    while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def _native(thread: threading.Thread) -> bool:
+    """Whether a thread that Python has joined still exists for the system (Linux can tell)."""
+    return thread.native_id is not None and (_TASKS / str(thread.native_id)).exists()

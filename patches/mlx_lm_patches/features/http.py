@@ -51,6 +51,10 @@ def server(base: type, stopping: Stopping) -> type:
             super().__init__(*args, **kwargs)
             stopping.bound(self)
 
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            with stopping.handling():
+                super().process_request_thread(request, client_address)
+
     return Server
 
 
