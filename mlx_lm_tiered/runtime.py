@@ -31,17 +31,22 @@ class Runtime:
         self._caches: weakref.WeakSet[TieredPrefixCache] = weakref.WeakSet()
         self._namespaces: dict[ModelSource, Hashable] = {}
         self._flushes = _Flushes()
+        self._announcement = "SSD tier off (--ssd-cache DIR)"
         self._store = self._queue = self._identities = self._ssd = None
         if settings.ssd_cache is not None:
             self._open_ssd_tier()
 
     def _open_ssd_tier(self) -> None:
+        from .cold.limits import affordable
         from .cold.spill import SpillQueue
         from .cold.store import ColdStore
 
         settings = self.settings
         assert settings.ssd_cache is not None
-        self._store = ColdStore(settings.ssd_cache, settings.ssd_cache_max, settings.ssd_cache_verify)
+        limit, free = affordable(settings.ssd_cache, settings.ssd_cache_max)
+        why = "" if limit == settings.ssd_cache_max else f" (half of what is free, of {format_size(settings.ssd_cache_max)} asked for)"
+        self._announcement = f"SSD tier of {format_size(limit)}{why} in {settings.ssd_cache}, {format_size(free)} free"
+        self._store = ColdStore(settings.ssd_cache, limit, settings.ssd_cache_verify)
         self._identities = IdentityResolver(settings.ssd_cache)
         self._queue = SpillQueue(self._store, busy=self._busy, max_bytes=settings.ssd_queue, wake=self._wake)
         self._ssd = SsdTier(self._store, self._queue, self._identities, self.statistics)
@@ -62,9 +67,8 @@ class Runtime:
             RamTier(size, max_entries), self._ssd, self.statistics, self._namespace, self.settings.writebehind
         )
         self._caches.add(cache)
-        logger.info(
-            "RAM tier of %s; SSD tier %s", format_size(size), self.settings.ssd_cache if self._ssd else "off (--ssd-cache DIR)"
-        )
+        # Here and not earlier, because a server sets up its log after its flags are read.
+        logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
         return cache
 
     def model_loaded(self, source: ModelSource) -> None:
@@ -92,7 +96,7 @@ class Runtime:
         tried: set[int] = set()
         while True:
             result = self._queue.flush(max(0.0, deadline - time.monotonic()))
-            answer = self._flushes.ask(tried, deadline, self._wake)
+            answer = self._flushes.ask(tried, deadline, self._wake, self._alive)
             if answer is not True:
                 break
         # A thread that gave no answer in time may hold entries nobody counted.
@@ -164,6 +168,9 @@ class Runtime:
         if self.engine is not None:
             self.engine.wake()
 
+    def _alive(self) -> bool:
+        return self.engine is None or self.engine.alive
+
     def _namespace(self, source: ModelSource) -> Hashable:
         """What tells models apart in RAM: their files as they were when loaded, so that a model swapped out and in again finds its entries."""
         if source.path is None:
@@ -194,12 +201,13 @@ class _Flushes:
         self._one_at_a_time = threading.Lock()
         self.unsaved = 0
 
-    def ask(self, tried: set[int], deadline: float, wake: Callable[[], None]) -> bool | None:
-        """Have the generation thread queue one more unsaved entry. True: it did; False: there is none; None: no answer in time."""
+    def ask(self, tried: set[int], deadline: float, wake: Callable[[], None], alive: Callable[[], bool]) -> bool | None:
+        """Have the generation thread queue one more unsaved entry. True: it did; False: there is none; None: no answer in time, or no thread that could give one."""
         with self._one_at_a_time, self._condition:
             self._question, self._answer = tried, None
-            wake()
-            self._condition.wait_for(lambda: self._answer is not None, max(0.0, deadline - time.monotonic()))
+            while self._answer is None and alive() and (left := deadline - time.monotonic()) > 0:
+                wake()
+                self._condition.wait(min(left, 0.25))
             self._question = None
             return self._answer
 

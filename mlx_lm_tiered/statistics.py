@@ -27,19 +27,16 @@ class Statistics:
         with self._lock:
             self._counts[name] += by
 
-    def looked_up(self, prompt_tokens: int, reused_tokens: int) -> None:
-        """One request looked for its prefix and reused that many tokens."""
+    def looked_up(self, tier: str, prompt_tokens: int, reused_tokens: int) -> None:
+        """One request looked for its prefix and reused that many tokens from that tier (none: a miss)."""
         with self._lock:
             self._counts["lookups"] += 1
             self._counts["prompt_tokens"] += prompt_tokens
             self._counts["tokens_saved"] += reused_tokens
             self._counts["hits" if reused_tokens else "misses"] += 1
-
-    def hit(self, tier: str, tokens: int) -> None:
-        """A prefix of that many tokens came from this tier."""
-        with self._lock:
-            self._hits[tier] += 1
-            self._tokens[tier] += tokens
+            if reused_tokens:
+                self._hits[tier] += 1
+                self._tokens[tier] += reused_tokens
 
     def fault(self, kind: str, message: str) -> None:
         """Count a fault; warn at the first of its kind."""

@@ -15,6 +15,8 @@ from .ram import Entry, usable_length
 
 # A first start hashes the weights, once; a prefix worth restoring costs more than the wait.
 FINGERPRINT_WAIT = 10.0
+# The first requests after a start may come before its headers are read.
+SCAN_WAIT = 10.0
 
 
 class SsdTier:
@@ -31,17 +33,15 @@ class SsdTier:
         identity = self._identity(source, FINGERPRINT_WAIT)
         if identity is None:
             return None
+        self._store.attach(identity.fingerprint)
+        self._store.wait_scanned(SCAN_WAIT)
         # An entry that turns out damaged leaves the index; the next best may serve.
         for _ in range(3):
             found = self._store.find(identity.fingerprint, "", key, len(tokens) - 1)
             if found is None:
                 return None
             entry = found.entry
-
-            def cuts(length: int) -> bool:
-                return entry.cuttable and length >= entry.minimum_reusable
-
-            length = usable_length(tokens, found.length, entry.length, cuts)
+            length = usable_length(tokens, found.length, entry.length, entry.serves)
             if length <= longer_than:
                 return None
             caches = self._store.restore(entry)

@@ -56,14 +56,14 @@ class TieredPrefixCache:
         return True
 
     def take(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
-        taken = None
+        taken, tier = None, ""
         if len(tokens) > 1:
             try:
-                taken = self._take(source, tokens)
+                taken, tier = self._take(source, tokens)
             except Exception as error:
                 self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
-        self._statistics.looked_up(len(tokens), taken.length if taken else 0)
-        self._explain(source, tokens, taken.length if taken else 0)
+        self._statistics.looked_up(tier, len(tokens), taken.length if taken else 0)
+        self._explain(source, tokens, tier, taken.length if taken else 0)
         return taken
 
     def put(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "assistant") -> None:
@@ -118,11 +118,11 @@ class TieredPrefixCache:
 
     # Inside
 
-    def _explain(self, source: ModelSource, tokens: Sequence[int], reused: int) -> None:
+    def _explain(self, source: ModelSource, tokens: Sequence[int], tier: str, reused: int) -> None:
         """One line per request: how much was reused, and why not more."""
         if not logger.isEnabledFor(logging.INFO):
             return
-        text = f"reused {reused} of {len(tokens)} prompt tokens"
+        text = f"reused {reused} of {len(tokens)} prompt tokens" + (f" from {tier.upper()}" if tier else "")
         if reused < len(tokens) - 1:
             text += "; " + self._why_not_more(source, token_key(tokens), len(tokens))
         logger.info(text)
@@ -143,7 +143,8 @@ class TieredPrefixCache:
             return f"{where} ends there"
         return f"{where} can only be reused whole"
 
-    def _take(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
+    def _take(self, source: ModelSource, tokens: Sequence[int]) -> tuple[Taken | None, str]:
+        """What was found, and in which tier."""
         key = token_key(tokens)
         namespace = self._namespace(source)
         found = self.ram.find(namespace, tokens, key)
@@ -151,17 +152,15 @@ class TieredPrefixCache:
         if self._ssd is not None:
             restored = self._ssd.take(source, tokens, key, longer_than=ram_length)
             if restored is not None:
-                return self._keep_restored(namespace, source, tokens, restored)
+                return self._keep_restored(namespace, source, tokens, restored), "ssd"
         if found is None:
-            return None
+            return None, ""
         entry, length = found
         self.ram.touch(entry)
-        self._statistics.hit("ram", length)
-        return Taken(kinds.lend(entry.caches, length if length < entry.length else None), length)
+        return Taken(kinds.lend(entry.caches, length if length < entry.length else None), length), "ram"
 
     def _keep_restored(self, namespace: Hashable, source: ModelSource, tokens: Sequence[int], restored: Taken) -> Taken:
         """Restored caches go to the request, which then writes in place. Only those that a longer entry will not be able to serve stay here as well."""
-        self._statistics.hit("ssd", restored.length)
         if kinds.stay_cuttable(restored.caches):
             return restored
         key = token_key(tokens[: restored.length])
