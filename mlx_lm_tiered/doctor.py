@@ -132,7 +132,7 @@ def _contents(report: Report, root: Path, facts: dict[str, Any]) -> None:
     facts["bytes"] = sum(file.charge for file in files)
     facts["quarantined"] = len(by_kind["bad"])
     facts["being_written"] = len(by_kind["partial"])
-    known = {"lock"}
+    known = {"lock", "identities.json"}
     foreign = [f for f in by_kind["other"] if f.path.relative_to(root).as_posix() not in known and not f.path.name.startswith(".")]
     facts["foreign"] = len(foreign)
     if by_kind["bad"]:
