@@ -22,6 +22,7 @@ TRIES = 3
 # A change right after a change may leave times as they are, at the clock's
 # resolution in the file system; digests of files that fresh are not kept.
 FRESH_NS = 50_000_000
+ORPHANED = 60.0  # seconds after which a temporary file has no writer any more
 
 
 def stat_key(path: Path) -> tuple[Any, ...]:
@@ -82,6 +83,7 @@ class DigestMemo:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._clean_up()
             try:
                 with os.fdopen(fd, "wb") as file:
                     file.write(data)
@@ -91,6 +93,13 @@ class DigestMemo:
                 raise
         except OSError as error:
             logger.debug("SSD cache: digests are not remembered: %s", error)
+
+    def _clean_up(self) -> None:
+        """Remove what processes that were killed while saving left here."""
+        assert self._path is not None
+        for orphan in self._path.parent.glob(f"{self._path.name}.*.tmp"):
+            if time.time() - orphan.lstat().st_mtime > ORPHANED:
+                orphan.unlink(missing_ok=True)
 
     def _encode(self) -> bytes:
         kept: list[list[Any]] = []

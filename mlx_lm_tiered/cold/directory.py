@@ -131,7 +131,7 @@ class Directory:
         """
         walked = list(self._walk())
         used = sum(charge for _, charge in walked)
-        need = _blocks(need) + self.side_room if need else 0
+        need = _blocks(need) + self.side_room
         victims = [file for file, _ in walked if file is not None and file.kind in ("entry", "bad")]
         if used + need <= self.max_bytes:
             return []

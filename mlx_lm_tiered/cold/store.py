@@ -54,6 +54,7 @@ class ColdStore:
         self._usage = 0
         self._seconds = {"last": 0.0, "total": 0.0}
         self._last_use = 0
+        self._scanned: dict[str, dict[str, int]] = {}
         self._scans = Scans()
         self._scans.start("", self._housekeep)
 
@@ -213,10 +214,10 @@ class ColdStore:
     # Looking after itself
 
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes. `bytes` are those of all files of the directory when it was last looked at."""
+        """Counters and sizes. `bytes` are those of all files of the directory when it was last looked at; `scans` what became of the files, by fingerprint."""
         with self._lock:
             counts, seconds = Counter(self._counts), dict(self._seconds)
-            usage = self._usage
+            usage, scans = self._usage, dict(self._scanned)
         return {
             "directory": str(self.root),
             "entries": len(self._catalog),
@@ -226,6 +227,7 @@ class ColdStore:
             "restore_seconds_last": seconds["last"],
             "restore_seconds_total": seconds["total"],
             "verify": self._checking.mode,
+            "scans": scans,
             "scanning": self._scans.running,
             "longest_durable_prefix_tokens": self._catalog.longest(),
         }
@@ -285,6 +287,8 @@ class ColdStore:
             self._outage.failed(f"scanning {self.root}", error)
             self._scans.forget(fingerprint)  # so that it is tried again
             return
+        with self._lock:
+            self._scanned[fingerprint] = dict(counts)
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if why not in ("scanned", "indexed"))
         logger.info(
             "SSD cache %s: scanned %d, indexed %d, skipped: %s; %.2f of %.2f GB used, %.1f GB free on the disk",

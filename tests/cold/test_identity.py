@@ -282,3 +282,13 @@ def test_stat_signatures_follow_changes_without_reading(source, tmp_path, counte
     settle()
     (tmp_path / "adapter" / "adapters.safetensors").write_text("other")
     assert stat_signature(source) != first
+
+
+def test_what_a_killed_process_left_of_a_memo_is_removed(source, tmp_path):
+    (tmp_path / "c").mkdir()
+    for name, age in (("old", 1000), ("new", 0)):
+        (tmp_path / "c" / f"identities.json.{name}.tmp").write_text("x")
+        os.utime(tmp_path / "c" / f"identities.json.{name}.tmp", (time.time() - age,) * 2)
+    settle()
+    assert resolve(tmp_path / "c", source) is not None
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["identities.json", "identities.json.new.tmp"]

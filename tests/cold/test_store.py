@@ -17,6 +17,7 @@ from cold_helpers import (
 )  # fmt: skip
 
 from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.cold import directory
 from mlx_lm_tiered.cold.listing import check, entries
 from mlx_lm_tiered.cold.store import ColdStore
 from mlx_lm_tiered.identity import Identity
@@ -117,7 +118,8 @@ def test_an_ancestor_below_the_minimum_reusable_offset_stays(tmp_path, monkeypat
     assert short.exists()
 
 
-def test_recency_counts_uses_over_restarts(tmp_path):
+def test_recency_counts_uses_over_restarts(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "SIDE_ROOM", 0)
     root = tmp_path / "c"
     store = scanned(root)
     paths = [save(store, job(range(1000 * i, 1000 * i + 100))) for i in range(4)]
