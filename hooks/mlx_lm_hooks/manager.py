@@ -52,7 +52,7 @@ class Plugins:
 
     @classmethod
     def load(cls, names: Iterable[str]) -> Plugins:
-        """Load plugins by name. Raises UsageError for a name that is not installed."""
+        """Load plugins by name. Raises UsageError for a name that is not installed, PluginError for a plugin that does not load."""
         manager = pluggy.PluginManager(PROJECT)
         manager.add_hookspecs(specs)
         installed = installed_plugins()
@@ -61,7 +61,11 @@ class Plugins:
             if name not in installed:
                 known = ", ".join(sorted(installed)) or "none"
                 raise UsageError(f"no plugin named {name!r} is installed (installed: {known})")
-            manager.register(installed[name].load(), name=name)
+            try:
+                plugin = installed[name].load()
+            except Exception as error:
+                raise PluginError(f"the plugin {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+            manager.register(plugin, name=name)
         manager.check_pending()
         return cls(manager, names)
 
@@ -118,11 +122,11 @@ def enable(names: str | Iterable[str], **settings: Any) -> Plugins:
     hooked; then nothing is enabled.
     """
     global _enabled
-    disable()
     plugins = Plugins.load(split_names([names]) if isinstance(names, str) else names)
+    disable()
     invocation = Invocation("script", argparse.Namespace(**settings), frozenset(settings))
-    plugins.configure(invocation)
     try:
+        plugins.configure(invocation)
         find_host().activate(plugins, invocation)
     except BaseException:
         plugins.unconfigure()

@@ -85,18 +85,15 @@ def _parse(parser: argparse.ArgumentParser, parse: Any, command: str, argv: list
     )
     plugins.add_arguments(parser, command)
     args, given = parse_given(parser, parse, argv, namespace)
-    configured = False
     try:
         if not plugins.names:
             known = ", ".join(sorted(installed_plugins())) or "none"
             raise UsageError(f"name a plugin with --plugin (installed: {known})")
         invocation = Invocation(command, args, given)
         plugins.configure(invocation)
-        configured = True
         host.activate(plugins, invocation)
     except PluginError as error:
-        if configured:
-            plugins.unconfigure()
+        plugins.unconfigure()
         refuse(error)
     return args
 

@@ -59,6 +59,18 @@ print(first, second, third)
     assert done.stdout == "(True, 'mlx_lm.generate', True) (True, False) (True, True)\n"
 
 
+def test_a_plugin_that_does_not_load_is_named(from_wheel, tmp_path):
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[mlx_lm.plugins]\nbroken = no_such_module\n")
+    done = from_wheel.run([*from_wheel.form("script", "server"), "--plugin", "broken"], check=False, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == (
+        "mlx_lm.server: error: the plugin 'broken' cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'\n"
+    )
+
+
 def test_launch_needs_no_start_up_file(from_wheel):
     code = """
 import sys
