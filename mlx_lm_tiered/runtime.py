@@ -33,10 +33,9 @@ class Runtime:
         self._flushes = _Flushes()
         self._announcement = "SSD tier off (--ssd-cache DIR)"
         self._store = self._queue = self._identities = self._ssd = None
-        if settings.ssd_cache is not None:
-            self._open_ssd_tier()
 
     def _open_ssd_tier(self) -> None:
+        """Not before there is something to serve: a server sets up its log after its flags are read."""
         from .cold.limits import affordable
         from .cold.spill import SpillQueue
         from .cold.store import ColdStore
@@ -63,11 +62,12 @@ class Runtime:
             size = min(size, max_bytes)
         if self.settings.prompt_cache_size is not None:
             max_entries = self.settings.prompt_cache_size
+        if self._ssd is None and self.settings.ssd_cache is not None:
+            self._open_ssd_tier()
         cache = TieredPrefixCache(
             RamTier(size, max_entries), self._ssd, self.statistics, self._namespace, self.settings.writebehind
         )
         self._caches.add(cache)
-        # Here and not earlier, because a server sets up its log after its flags are read.
         logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
         return cache
 

@@ -92,7 +92,7 @@ def test_18_weights_changed_under_the_same_name(tiny_llama, cache_dir, tmp_path)
         assert ask(server, question).cached_tokens > 0
 
 
-@pytest.mark.parametrize("flags", [["--kv-bits", "8", "--quantized-kv-start", "0"]])
+@pytest.mark.parametrize("flags", [["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0"]])
 def test_18_another_scheme(tiny_llama, cache_dir, tmp_path, flags):
     question = document(LONG)
     with tiered(tiny_llama, cache_dir, log=tmp_path / "first.log") as server:
@@ -169,7 +169,7 @@ def test_21_a_directory_that_cannot_be_made(tiny_llama, tmp_path):
         cold = ask(server, document(LONG))
         assert ask(server, document(LONG)).cached_tokens == cold.prompt_tokens - 1
         assert server.flush()[0] == 503
-        assert 1 <= len(re.findall(r"WARNING.*(cold|cache)", server.log())) <= 3
+        assert len(re.findall(r"WARNING.*serving goes on", server.log())) == 1
 
 
 def test_28_cached_tokens_were_not_forwarded(tiny_llama, cache_dir, tmp_path):
