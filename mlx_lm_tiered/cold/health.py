@@ -15,29 +15,30 @@ MAX_LINES = 5  # warnings of one kind; later ones are only counted
 
 
 class Outage:
-    """Whether writing to the directory is worth trying. One warning when it stops working, one line when it works again."""
+    """Whether reading and writing the directory are worth trying. One warning when it stops working, one line when all of it works again.
+
+    `kind` is ``read`` or ``write``: a read-only directory can still be read.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, retry_after: float = RETRY_AFTER):
         self._clock = clock
         self._retry_after = retry_after
-        self._until: float | None = None
+        self._until: dict[str, float] = {}
 
-    @property
-    def retry_in(self) -> float:
+    def retry_in(self, kind: str) -> float:
         """Seconds to wait before the next try; 0 when there is nothing to wait for."""
-        return max(0.0, self._until - self._clock()) if self._until is not None else 0.0
+        return max(0.0, self._until.get(kind, 0.0) - self._clock()) if kind in self._until else 0.0
 
-    def failed(self, what: str, error: OSError) -> None:
+    def failed(self, kind: str, what: str, error: OSError) -> None:
         """Note a failure."""
-        if self._until is None:
+        if not self._until:
             logger.warning("SSD cache: %s failed (%s); serving goes on, and it is tried again", what, error)
-        self._until = self._clock() + self._retry_after
+        self._until[kind] = self._clock() + self._retry_after
 
-    def worked(self) -> None:
+    def worked(self, kind: str) -> None:
         """Note a success."""
-        if self._until is not None:
+        if self._until.pop(kind, None) is not None and not self._until:
             logger.info("SSD cache: the directory works again")
-        self._until = None
 
 
 class Bounded:

@@ -62,7 +62,7 @@ class ColdStore:
 
     def attach(self, fingerprint: str) -> None:
         """Start to index this model's entries, in a thread of its own, once per fingerprint (again later if it failed). `find` does it too."""
-        if self._outage.retry_in == 0:
+        if self._outage.retry_in("read") == 0:
             self._scans.start(fingerprint, lambda: self._scan(fingerprint))
 
     def wait_scanned(self, timeout: float | None = None) -> bool:
@@ -149,7 +149,7 @@ class ColdStore:
         Unavailable while the directory rests after a failure (unless `force`), and
         OSError; the same from the writer.
         """
-        if self._outage.retry_in > 0 and not force:
+        if self._outage.retry_in("write") > 0 and not force:
             raise Unavailable("The cache directory failed lately.")
         meta = replace(meta, fingerprint=fingerprint, namespace=namespace, length=len(key) // 8, created=time.time_ns())
         size = file_size(meta)
@@ -175,12 +175,12 @@ class ColdStore:
     def write_failed(self, error: OSError) -> None:
         """Note that writing an entry failed: warn once, count, let the directory rest."""
         self._count("write_errors")
-        self._outage.failed(f"writing to {self.root}", error)
+        self._outage.failed("write", f"writing to {self.root}", error)
 
     @property
     def retry_in(self) -> float:
         """Seconds until `begin` is worth calling again after a failure; else 0."""
-        return self._outage.retry_in
+        return self._outage.retry_in("write")
 
     def _publish(self, partial: Path, path: Path, meta: Meta, key: bytes, size: int) -> None:
         entry = cold_entry(path, meta, key, size)
@@ -195,7 +195,7 @@ class ColdStore:
         self._measure()
         with self._lock:
             self._counts.update(stored=1, stored_bytes=size)
-        self._outage.worked()
+        self._outage.worked("write")
 
     def _evict(self, need: int, keep: frozenset[Path] = frozenset()) -> None:
         """Make room, and forget what went. Call with the directory locked."""
@@ -268,7 +268,7 @@ class ColdStore:
             if reaped:
                 logger.info("SSD cache: removed %d unfinished files of processes that ended", reaped)
         except OSError as error:
-            self._outage.failed(f"preparing {self.root}", error)
+            self._outage.failed("write", f"preparing {self.root}", error)
         except DirectoryFull as error:
             self._log.warn("large", "SSD cache: %s", error)
 
@@ -284,9 +284,10 @@ class ColdStore:
             self._measure()
             free = os.statvfs(self.root)
         except OSError as error:
-            self._outage.failed(f"scanning {self.root}", error)
+            self._outage.failed("read", f"scanning {self.root}", error)
             self._scans.forget(fingerprint)  # so that it is tried again
             return
+        self._outage.worked("read")
         with self._lock:
             self._scanned[fingerprint] = dict(counts)
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if why not in ("scanned", "indexed"))

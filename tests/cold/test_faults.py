@@ -7,16 +7,20 @@ import logging
 import os
 import random
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cold_helpers import disk_bytes, job, plain, restore, same, save, scanned
+from cold_helpers import FINGERPRINT, disk_bytes, job, plain, restore, same, save, scanned
 
 from mlx_lm_tiered.cold import writer
 from mlx_lm_tiered.cold.directory import DirectoryFull
+from mlx_lm_tiered.cold.format import file_size
+from mlx_lm_tiered.cold.jobs import describe
 from mlx_lm_tiered.cold.store import ColdStore, Unavailable
+from mlx_lm_tiered.prefix.index import token_key
 
 HERE = Path(__file__).parent
 
@@ -85,6 +89,32 @@ def test_damaged_files_are_evicted_first_and_foreign_ones_never(tmp_path):
     assert list((root / "quarantine").iterdir()) == [] and older.exists()
     save(store, job(range(3000, 3400)))
     assert not older.exists() and (root / "theirs.bin").exists()
+
+
+def test_an_entry_counts_in_full_from_its_first_byte(tmp_path):
+    """So that two processes that write at the same time cannot both take the last room."""
+    store = scanned(tmp_path / "c")
+    meta, tensors = describe(job(range(300)))
+    before = disk_bytes(store.root)
+    writer = store.begin(FINGERPRINT, "", token_key(range(300)), meta)
+    assert disk_bytes(store.root) - before == file_size(meta) > 80_000
+    writer.abort()
+    assert disk_bytes(store.root) == before
+
+
+def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_name_afterwards(tmp_path, monkeypatch):
+    store = scanned(tmp_path / "c")
+    calls = []
+    rename = os.rename
+
+    def full_sync(fd):
+        calls.append(("sync", stat.S_ISDIR(os.fstat(fd).st_mode)))
+
+    monkeypatch.setattr(writer, "full_sync", full_sync)
+    monkeypatch.setattr(os, "rename", lambda *paths: (calls.append(("rename", None)), rename(*paths)))
+    path = save(store, job(range(40)))
+    assert calls[:3] == [("sync", False), ("rename", None), ("sync", True)]
+    assert path.exists()
 
 
 def test_a_smaller_cap_is_met_at_the_start(tmp_path):
@@ -192,7 +222,7 @@ def test_a_read_only_directory_is_read_and_not_written(tmp_path):
     root = tmp_path / "c"
     script = """
 import os, pathlib, sys
-from cold_helpers import job, plain, restore, same, save, scanned
+from cold_helpers import FINGERPRINT, ColdStore, job, plain, restore, same, save, scanned
 if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 root = pathlib.Path(sys.argv[1])
@@ -202,7 +232,10 @@ save(store, job(range(40), caches))
 store.close()
 for path in [*root.rglob("*"), root]:
     path.chmod(0o500 if path.is_dir() else 0o400)
-store = scanned(root)
+store = ColdStore(root, 1 << 30)
+store.wait_scanned(30)  # the start has found out that it cannot write
+store.attach(FINGERPRINT)
+store.wait_scanned(30)
 assert same(restore(store, range(40)), caches)
 try:
     save(store, job(range(100, 140)))
