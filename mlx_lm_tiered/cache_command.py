@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .cold import listing
 from .cold.directory import Directory, DiskFile
-from .cold.format import BadEntry
-from .cold.reader import open_entry
 from .settings import format_size
 
 
@@ -32,46 +31,29 @@ class Listed:
 
 def entries(root: Path, verify: bool = False) -> Iterator[Listed]:
     """Every entry, the last used first. With `verify` every tensor is read and compared with its checksum. Raises OSError for the directory itself."""
-    for file in sorted(_files(root, "entry"), key=lambda file: -file.used):
-        listed = _listed(file, verify)
-        if listed is not None:
-            yield listed
-
-
-def _files(root: Path, *kinds: str) -> list[DiskFile]:
-    return [file for file in Directory(root, 0).files() if file.kind in kinds]
-
-
-def _listed(file: DiskFile, verify: bool) -> Listed | None:
-    age = max(0.0, time.time() - file.used / 1e9)
-    try:
-        with open_entry(file.path) as entry:
-            meta = entry.header.meta
-            fault = ""
-            if verify:
-                try:
-                    entry.check()
-                except BadEntry as error:
-                    fault = str(error)
-            model = str(meta.provenance.get("model") or "")
-            return Listed(file.path.name, model, meta.length, file.charge, age, meta.fingerprint, fault)
-    except FileNotFoundError:
-        return None  # Evicted since it was listed.
-    except (BadEntry, OSError) as error:
-        return Listed(file.path.name, "", 0, file.charge, age, file.owner, str(error))
+    for found in listing.entries(root):
+        fault = found.problem or (listing.check(found.path) if verify else "")
+        model = str(found.meta.provenance.get("model") or "") if found.meta else ""
+        tokens = found.meta.length if found.meta else 0
+        age = max(0.0, time.time() - found.used / 1e9)
+        yield Listed(found.path.name, model, tokens, found.nbytes, age, found.fingerprint, fault)
 
 
 def clear(root: Path, dry_run: bool) -> tuple[int, int]:
     """Delete every entry, damaged ones too; (files, bytes) that went or would go. Files that are not ours stay. Raises OSError."""
     directory = Directory(root, 0)
     if dry_run:
-        doomed = _files(root, "entry", "bad")
+        doomed = _ours(directory)
         return len(doomed), sum(file.charge for file in doomed)
     with directory.locked():
-        doomed = _files(root, "entry", "bad")
+        doomed = _ours(directory)
         for file in doomed:
             file.path.unlink(missing_ok=True)
     return len(doomed), sum(file.charge for file in doomed)
+
+
+def _ours(directory: Directory) -> list[DiskFile]:
+    return [file for file in directory.files() if file.kind in ("entry", "bad")]
 
 
 def table(listed: list[Listed]) -> str:

@@ -132,13 +132,17 @@ def _contents(report: Report, root: Path, facts: dict[str, Any]) -> None:
     facts["bytes"] = sum(file.charge for file in files)
     facts["quarantined"] = len(by_kind["bad"])
     facts["being_written"] = len(by_kind["partial"])
-    known = {"lock", "identities.json"}
-    foreign = [f for f in by_kind["other"] if f.path.relative_to(root).as_posix() not in known and not f.path.name.startswith(".")]
+    foreign = [file for file in by_kind["other"] if not _side_file(file.path.relative_to(root).as_posix())]
     facts["foreign"] = len(foreign)
     if by_kind["bad"]:
         report.warnings.append(f"{len(by_kind['bad'])} damaged entries were set aside in {root / 'quarantine'}")
     if foreign:
         report.warnings.append(f"{len(foreign)} files in {root} are not ours, such as {foreign[0].path.name}; they count towards the cap and are never deleted")
+
+
+def _side_file(name: str) -> bool:
+    """Whether a file that is no entry is ours all the same: the lock, and the memo of the weights' digests."""
+    return name == "lock" or name.startswith("identities.json")
 
 
 def describe(report: Report) -> str:
