@@ -3,7 +3,7 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "disable", "enable"]
+__all__ = ["__version__", "disable", "enable", "stats"]
 
 
 def enable(**settings: Any) -> None:
@@ -18,3 +18,11 @@ def disable() -> None:
     from mlx_lm_hooks import disable as disable_plugins
 
     disable_plugins()
+
+
+def stats() -> dict[str, Any] | None:
+    """What `GET /stats` answers, for a script; None while the plugin is off."""
+    from .plugin import current
+
+    runtime = current()
+    return None if runtime is None else runtime.report()

@@ -17,6 +17,11 @@ from .runtime import Runtime
 _runtime: Runtime | None = None
 
 
+def current() -> Runtime | None:
+    """The run between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
+    return _runtime
+
+
 @hookimpl
 def mlx_lm_add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
     table.add_arguments(group, command)
