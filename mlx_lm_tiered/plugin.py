@@ -41,16 +41,17 @@ def mlx_lm_configure(invocation: Invocation) -> None:
     mlx_lm_unconfigure()
     _runtime = Runtime(settings)
     if invocation.command != "server":
-        atexit.register(_save_at_exit)
+        _runtime.saves_itself = True
+        atexit.register(mlx_lm_unconfigure)
 
 
 @hookimpl
 def mlx_lm_unconfigure() -> None:
     global _runtime
-    atexit.unregister(_save_at_exit)
+    atexit.unregister(mlx_lm_unconfigure)
     if _runtime is not None:
-        _runtime.close()
-        _runtime = None
+        runtime, _runtime = _runtime, None
+        runtime.close()
 
 
 @hookimpl
@@ -101,9 +102,3 @@ def mlx_lm_merge_row(caches: Sequence[Any]) -> list[Any] | None:
     from .caches import merge_row
 
     return merge_row(caches)
-
-
-def _save_at_exit() -> None:
-    """A script has no idle turns: save what it put before it ends."""
-    if _runtime is not None and _runtime.settings.ssd_cache is not None:
-        _runtime.flush_on_this_thread(_runtime.settings.shutdown_timeout)

@@ -28,6 +28,7 @@ class Runtime:
         self.settings = settings
         self.statistics = Statistics()
         self.engine: Engine | None = None
+        self.saves_itself = False  # a script has no idle turns and no shutdown of a server
         self._caches: weakref.WeakSet[TieredPrefixCache] = weakref.WeakSet()
         self._namespaces: dict[ModelSource, Hashable] = {}
         self._flushes = _Flushes()
@@ -65,7 +66,7 @@ class Runtime:
         if self._ssd is None and self.settings.ssd_cache is not None:
             self._open_ssd_tier()
         cache = TieredPrefixCache(
-            RamTier(size, max_entries), self._ssd, self.statistics, self._namespace, self.settings.writebehind
+            RamTier(size, max_entries), self._ssd, self.statistics, self._namespace, self.settings.writebehind, self._min_tokens()
         )
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
@@ -150,7 +151,9 @@ class Runtime:
         }
 
     def close(self) -> None:
-        """End the threads. Files stay, entries in memory go."""
+        """End the threads. Files stay, entries in memory go; a script's are saved first."""
+        if self.saves_itself and self._queue is not None and self.engine is None:
+            self.flush_on_this_thread(self.settings.shutdown_timeout)
         if self._queue is not None:
             self._queue.close()
         if self._identities is not None:
@@ -160,6 +163,11 @@ class Runtime:
         self._caches.clear()
 
     # Inside
+
+    def _min_tokens(self) -> int:
+        """Scripts compare numbers more often than they send short prompts twice."""
+        chosen = self.settings.prompt_cache_min_tokens
+        return chosen if chosen is not None else 64 if self.saves_itself else 1
 
     def _busy(self) -> bool:
         return self.engine is not None and self.engine.busy

@@ -98,6 +98,10 @@ class Settings:
     prompt_cache_size: int | None = _setting(
         None, int, "Number of entries in the RAM tier.", shown="no limit but the size", metavar="N", upstream=True
     )
+    prompt_cache_min_tokens: int | None = _setting(
+        None, int, "Reuse no prefix of fewer tokens; it saves little, and rounds differently than a whole prefill.",
+        shown="1 in a server, 64 elsewhere", metavar="N",
+    )  # fmt: skip
     ssd_cache: Path | None = _setting(
         None, parse_directory, "Directory of the SSD tier; it is made if need be.", shown="off", metavar="DIR"
     )

@@ -36,12 +36,14 @@ class TieredPrefixCache:
         statistics: Statistics,
         namespace: Callable[[ModelSource], Hashable],
         writebehind: bool = True,
+        min_tokens: int = 1,
     ):
         self.ram = ram
         self._ssd = ssd
         self._statistics = statistics
         self._namespace = namespace
         self._writebehind = writebehind and ssd is not None
+        self._min_tokens = max(1, min_tokens)
         self._unsaved: deque[Entry] = deque()  # evicted or put before their model's fingerprint was known
         ram.on_evict = self._evicted
 
@@ -137,6 +139,8 @@ class TieredPrefixCache:
             return "nothing stored for this model begins like it"
         common, length, tier = max(closest)
         where = f"the closest stored sequence ({length} tokens, {tier})"
+        if common < self._min_tokens:
+            return f"{where} shares {common} tokens, fewer than are reused"
         if common < min(length, prompt):
             return f"{where} diverges at token {common}"
         if common == length:
@@ -148,9 +152,11 @@ class TieredPrefixCache:
         key = token_key(tokens)
         namespace = self._namespace(source)
         found = self.ram.find(namespace, tokens, key)
-        ram_length = found[1] if found else 0
+        if found is not None and found[1] < self._min_tokens:
+            found = None
         if self._ssd is not None:
-            restored = self._ssd.take(source, tokens, key, longer_than=ram_length)
+            longer_than = found[1] if found is not None else self._min_tokens - 1
+            restored = self._ssd.take(source, tokens, key, longer_than)
             if restored is not None:
                 return self._keep_restored(namespace, source, tokens, restored), "ssd"
         if found is None:

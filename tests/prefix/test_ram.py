@@ -231,3 +231,13 @@ def test_dense_needs_no_boundary(tiny_llama):
 def test_entry_knows_its_bytes():
     caches = plain(3)
     assert Entry("n", SOURCE, token_key([1, 2, 3]), 3, caches, "user").nbytes == sum(c.nbytes for c in caches)
+
+
+def test_prefixes_below_the_minimum_are_not_reused():
+    ram = RamTier(10**9)
+    statistics = Statistics()
+    cache = TieredPrefixCache(ram, None, statistics, lambda source: source, min_tokens=4)
+    cache.put(SOURCE, [1, 2, 3, 4, 5], plain(5))
+    assert cache.take(SOURCE, [1, 2, 3, 9]) is None
+    assert cache.take(SOURCE, [1, 2, 3, 4, 9]).length == 4
+    assert statistics.report()["hits"] == 1

@@ -43,7 +43,7 @@ def test_flag_beats_environment_beats_default(tmp_path):
 def test_every_flag_has_an_environment_name(name):
     samples = {
         "ssd_cache": "/nowhere/kv", "ssd_cache_max": "1GB", "ssd_cache_verify": "never", "ssd_queue": "7MB", "writebehind": "0",
-        "shutdown_timeout": "3", "admin_routes": "all", "prompt_cache_bytes": "1GB", "prompt_cache_size": "3",
+        "shutdown_timeout": "3", "admin_routes": "all", "prompt_cache_bytes": "1GB", "prompt_cache_size": "3", "prompt_cache_min_tokens": "9",
     }  # fmt: skip
     environ = {env_name("ssd_cache"): "/nowhere/kv", env_name(name): samples[name]}
     assert getattr(settings_of(environ=environ), name) != getattr(Settings(), name)

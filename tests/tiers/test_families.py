@@ -38,13 +38,14 @@ def runs(tmp_path_factory):
     families = {name: str(write_model_dir(name, root / name)) for name in FAMILIES}
     again, other, longer = [["prompt", PROMPT]], [["other", OTHER]], [["longer", LONGER]]
     fill = [["fill", PROMPT], ["short", SHORT]]
+    every = {"prompt_cache_min_tokens": 1}
     cold = root / "cold"
     results = {"stock": run(families, [*again, *other, *longer], None, root / "stock")}
-    results["ram"] = run(families, [*fill, *again, *longer, *other], {}, root / "ram")
-    results["fill"] = run(families, fill, {"ssd_cache": str(cold)}, root / "fill")
+    results["ram"] = run(families, [*fill, *again, *longer, *other], every, root / "ram")
+    results["fill"] = run(families, fill, {"ssd_cache": str(cold), **every}, root / "fill")
     for name, prompts in (("prompt", again), ("longer", longer), ("other", other)):
         shutil.copytree(cold, root / f"cold-{name}")
-        results[f"ssd-{name}"] = run(families, prompts, {"ssd_cache": str(root / f"cold-{name}")}, root / f"ssd-{name}")
+        results[f"ssd-{name}"] = run(families, prompts, {"ssd_cache": str(root / f"cold-{name}"), **every}, root / f"ssd-{name}")
     return results
 
 

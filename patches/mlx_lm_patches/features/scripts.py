@@ -71,7 +71,8 @@ def _generate(
     try:
         known = prefixes.owns(caches)
         taken = prefixes.take(source, tokens) if known else None
-        if taken is not None and 0 < taken.length < len(tokens):
+        # A model object may have been given other caches since the prefix was stored.
+        if taken is not None and 0 < taken.length < len(tokens) and _fits(taken.caches, caches):
             # In place: a caller's list is the caller's way to see the caches.
             caches[:] = taken.caches
             options["prompt"] = options["prompt"][taken.length :]
@@ -133,6 +134,16 @@ def _fresh(caches: Any, model: Any) -> bool:
     if not isinstance(caches, list) or not all(cache.empty() for cache in caches):
         return False
     return [_shape(cache) for cache in caches] == [_shape(cache) for cache in make_prompt_cache(model)]
+
+
+def _fits(stored: list[Any], fresh: list[Any]) -> bool:
+    """Whether stored caches are what the fresh ones become; upstream quantizes plain ones on the way."""
+    from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+    def shape(cache: Any) -> Any:
+        return _shape(KVCache()) if type(cache) is QuantizedKVCache else _shape(cache)
+
+    return [shape(cache) for cache in stored] == [shape(cache) for cache in fresh]
 
 
 def _shape(cache: Any) -> Any:
