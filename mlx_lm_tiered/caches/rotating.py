@@ -14,7 +14,7 @@ from .untrusted import Reader
 
 
 def linear(cache: Any) -> bool:
-    """Whether token i is still in slot i for every i.
+    """Whether slot i is token i's for every i.
 
     True until the ring wraps or a chunk pushes tokens out; also right after one
     first chunk longer than the window, of which upstream keeps every token until
@@ -24,8 +24,12 @@ def linear(cache: Any) -> bool:
 
 
 class RotatingKind(Kind):
-    """Cut only while linear; past `max_size` only without `keep`, with which the
-    values of later tokens depend on how the prompt was chunked."""
+    """Cut only while nothing can have been dropped, which is up to the last token before `max_size`.
+
+    Past that a ring may hold more slots than the window and still have lost its
+    first tokens: a row that upstream extracts from a batch of prompts of different
+    lengths has padding in their place, and nothing on it that says so.
+    """
 
     name = "kv-rotating"
     class_name = "mlx_lm.models.cache.RotatingKVCache"
@@ -42,7 +46,7 @@ class RotatingKind(Kind):
     def can_cut(self, cache: Any, n: int) -> bool:
         if self.empty(cache) or n == cache.offset:
             return True
-        return 0 <= n < cache.offset and linear(cache) and (cache.keep == 0 or cache.offset <= cache.max_size)
+        return 0 <= n < cache.offset < cache.max_size and linear(cache)
 
     def lend(self, cache: Any, n: int | None = None) -> Any:
         lent = type(cache)(cache.max_size, keep=cache.keep)

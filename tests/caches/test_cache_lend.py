@@ -159,13 +159,13 @@ CUTS = [
     ("kv", lambda: fill(KVCache(), 10), {0: True, 1: True, 10: True, 11: False, -1: False}),
     ("concat", lambda: fill(ConcatenateKVCache(), 10), {3: True, 10: True, 11: False}),
     ("rotating", lambda: fill(RotatingKVCache(8), 5, 1), {3: True, 6: True, 7: False}),
-    ("full", lambda: fill(RotatingKVCache(8), 5, 1, 1, 1), {3: True, 8: True}),
+    ("full", lambda: fill(RotatingKVCache(8), 5, 1, 1, 1), {3: False, 8: True}),
     ("wrapped", lambda: fill(RotatingKVCache(8), 5, 1, 1, 1, 1), {3: False, 8: False, 9: True}),
     ("wrapped twice", lambda: fill(RotatingKVCache(8, keep=2), 5, *[1] * 11), {3: False, 15: False, 16: True}),
-    ("long chunk", lambda: fill(RotatingKVCache(8), 20), {3: True, 12: True, 20: True}),
+    ("long chunk", lambda: fill(RotatingKVCache(8), 20), {3: False, 12: False, 20: True}),
     ("long chunk, keep", lambda: fill(RotatingKVCache(8, keep=2), 20), {3: False, 20: True}),
     ("long chunk and a step", lambda: fill(RotatingKVCache(8), 20, 1), {3: False, 21: True}),
-    ("two chunks, nothing dropped", lambda: fill(RotatingKVCache(8), 5, 5), {3: True, 10: True}),
+    ("two chunks, nothing dropped", lambda: fill(RotatingKVCache(8), 5, 5), {3: False, 10: True}),
     ("two chunks", lambda: fill(RotatingKVCache(8), 8, 5), {3: False, 13: True}),
     ("chunked", lambda: fill(ChunkedKVCache(8), 20), {3: True, 20: True}),
     ("front gone", STATES["chunked-front-trimmed"], {3: False, 19: False, 20: True}),
@@ -175,7 +175,7 @@ CUTS = [
     ("compressed", lambda: layer(9), {5: False, 9: True}),
     ("quantized, unknown", lambda: quantized(8, 10), {9: False, 10: True}),
     ("quantized, known", lambda: quantized(8, 3, first=10), {9: False, 10: True, 13: True, 14: False}),
-    ("mixed", lambda: CacheList(CacheList(fill(KVCache(), 9)), fill(RotatingKVCache(8), 9)), {5: True, 9: True}),
+    ("mixed", lambda: CacheList(CacheList(fill(KVCache(), 9)), fill(RotatingKVCache(8), 9)), {5: False, 9: True}),
 ]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache_states import DIM, HEADS, STATES, advance, arrays, bits, fill, noise
-from hypothesis import given, settings
+from cache_states import DIM, HEADS, STATES, advance, arrays, bits, fill, noise, tokens
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
 
@@ -135,3 +135,41 @@ def test_merging_and_the_next_step_copy_nothing(make, batch):
     row.update_and_fetch(one, one)
     mx.eval(row.keys, row.values)
     assert mx.get_peak_memory() - before < cache.nbytes // 20
+
+
+def prefill(cache: Any, lengths: list[int], held: list[int], step: int) -> None:
+    """As upstream's PromptProcessingBatch.prompt: `lengths` more tokens per row, padded on the right, `step` at a time."""
+    longest = max(lengths)
+    padded = [
+        mx.concatenate([tokens(h, h + n), noise(1, HEADS, longest - n, DIM, seed=99)], axis=2) for h, n in zip(held, lengths, strict=True)
+    ]
+    batch = mx.concatenate(padded, axis=0)
+    if min(lengths) < longest:
+        cache.prepare(lengths=lengths, right_padding=[longest - n for n in lengths])
+    for at in range(0, longest, step):
+        cache.update_and_fetch(batch[:, :, at : at + step], batch[:, :, at : at + step])
+    if min(lengths) < longest:
+        cache.finalize()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([lambda: BatchRotatingKVCache(8, [0, 0, 0]), lambda: BatchKVCache([0, 0, 0])]),
+    st.lists(st.tuples(*[st.integers(2, 24)] * 3), min_size=1, max_size=3),
+    st.sampled_from([5, 8, 100]),
+)
+def test_a_cut_of_a_row_out_of_a_padded_batch_holds_its_first_tokens(make, segments, step):
+    """Upstream's extract may have padding where a ring dropped tokens, in slots that say they hold them."""
+    cache, held = make(), [0, 0, 0]
+    # Upstream refuses a last chunk of one token while rows are padded.
+    assume(all(max(lengths) % step != 1 for lengths in segments))
+    for lengths in segments:
+        prefill(cache, list(lengths), held, step)
+        held = [h + n for h, n in zip(held, lengths, strict=True)]
+    for row, length in enumerate(held):
+        single = cache.extract(row)
+        assert kinds.length([single]) == length
+        for n in range(1, length):
+            if kinds.can_cut([single], n):
+                [cut] = kinds.lend([single], n)
+                assert bits(cut.keys[..., :n, :]) == bits(tokens(0, n)), (row, n)
