@@ -75,7 +75,10 @@ class PrefixCache(Protocol):
         """Store `caches`, which hold `tokens`. The caller gives them up."""
 
     def snapshot(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "user") -> None:
-        """Store a copy-on-write snapshot where a later `put` of a longer sequence could not serve `tokens`. The caller goes on using `caches`."""
+        """Store a copy-on-write snapshot where a later `put` of a longer sequence could not serve `tokens`. The caller goes on using `caches`.
+
+        With the role ``assistant`` no `put` follows: the caches are the caller's own, as after a reply in ``mlx_lm.chat``.
+        """
 
     def observe(self, caches: list[Any]) -> None:
         """Called after each prefill chunk of a sequential request, to note conversions that bound reuse."""

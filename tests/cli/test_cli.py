@@ -141,3 +141,22 @@ def test_bench_start_up(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "start.json").read_text())
     assert found["added_at_best_ms"] < 4
+
+
+def test_chat_goes_on_from_an_earlier_chat(tiny_llama: Path, tmp_path: Path):
+    """The chat command brings its own caches, which stay its own; what they hold after the first reply is kept all the same."""
+    prompt = " ".join(document(1000).split())
+    argv = [sys.executable, "-m", "mlx_lm", "chat", "--model", tiny_llama, "--temp", "0", "--max-tokens", "12"]
+    plugin = ["--plugin", "tiered", "--ssd-cache", tmp_path / "cold"]
+
+    def chat(*flags: str | Path) -> str:
+        done = subprocess.run([*map(str, [*argv, *flags])], input=f"{prompt}\nWhy?\nq\n", capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return "\n".join(line for line in done.stdout.splitlines() if "tok/s" not in line)
+
+    plain = chat()
+    assert chat(*plugin) == plain
+    (entry,) = (tmp_path / "cold").rglob("*.safetensors")
+    used = entry.stat().st_mtime_ns
+    assert chat(*plugin) == plain
+    assert entry.stat().st_mtime_ns > used
