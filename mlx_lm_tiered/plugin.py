@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_lm_hooks import Engine, Invocation, ModelSource, PrefixCache, Route, UsageError, hookimpl
+from mlx_lm_hooks import Engine, Invocation, ModelSource, PrefixCache, Route, Serves, UsageError, hookimpl
 
 from . import settings as table
 from .runtime import Runtime
@@ -55,8 +55,8 @@ def mlx_lm_unconfigure() -> None:
 
 
 @hookimpl
-def mlx_lm_prefix_cache(max_entries: int | None, max_bytes: int | None) -> PrefixCache | None:
-    return _runtime and _runtime.prefix_cache(max_entries, max_bytes)
+def mlx_lm_prefix_cache(max_entries: int | None, max_bytes: int | None, serves: Serves) -> PrefixCache | None:
+    return _runtime and _runtime.prefix_cache(max_entries, max_bytes, serves)
 
 
 @hookimpl

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from mlx_lm_hooks import Engine, ModelSource
+from mlx_lm_hooks import Engine, ModelSource, Serves
 
 from .identity import IdentityResolver, stat_signature
 from .prefix.ram import Entry, RamTier
@@ -19,6 +19,9 @@ from .settings import Settings, default_ram_bytes, format_size
 from .statistics import Statistics
 
 logger = logging.getLogger("mlx_lm_tiered")
+
+# Even a flush without time to write asks whether there is anything to write.
+ANSWER_WAIT = 0.5
 
 
 class Runtime:
@@ -53,7 +56,7 @@ class Runtime:
 
     # From the hooks
 
-    def prefix_cache(self, max_entries: int | None, max_bytes: int | None) -> TieredPrefixCache | None:
+    def prefix_cache(self, max_entries: int | None, max_bytes: int | None, serves: Serves) -> TieredPrefixCache | None:
         """A new prefix cache over a RAM tier of its own and the one SSD tier; None when the RAM tier is off."""
         size = self.settings.prompt_cache_bytes
         size = default_ram_bytes() if size is None else size
@@ -66,7 +69,7 @@ class Runtime:
         if self._ssd is None and self.settings.ssd_cache is not None:
             self._open_ssd_tier()
         cache = TieredPrefixCache(
-            RamTier(size, max_entries), self._ssd, self.statistics, self._namespace, self.settings.writebehind, self._min_tokens()
+            RamTier(size, max_entries), self._ssd, self.statistics, self._namespace, self.settings.writebehind, self._min_tokens(serves)
         )
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
@@ -94,11 +97,12 @@ class Runtime:
         if self._queue is None:
             return {"durable": False, "reason": "the SSD tier is off"}
         deadline = time.monotonic() + timeout
+        answer_by = max(deadline, time.monotonic() + ANSWER_WAIT)
         tried: set[int] = set()
         while True:
             result = self._queue.flush(max(0.0, deadline - time.monotonic()))
-            answer = self._flushes.ask(tried, deadline, self._wake, self._alive)
-            if answer is not True:
+            answer = self._flushes.ask(tried, answer_by, self._wake, self._alive)
+            if answer is not True or time.monotonic() > deadline:
                 break
         # A thread that gave no answer in time may hold entries nobody counted.
         unsaved = self._flushes.unsaved
@@ -164,10 +168,10 @@ class Runtime:
 
     # Inside
 
-    def _min_tokens(self) -> int:
-        """Scripts compare numbers more often than they send short prompts twice."""
+    def _min_tokens(self, serves: Serves) -> int:
+        """Scripts compare numbers more often than they send short prompts twice; who has a prompt cache means to reuse."""
         chosen = self.settings.prompt_cache_min_tokens
-        return chosen if chosen is not None else 64 if self.saves_itself else 1
+        return chosen if chosen is not None else 64 if serves == "script" else 1
 
     def _busy(self) -> bool:
         return self.engine is not None and self.engine.busy

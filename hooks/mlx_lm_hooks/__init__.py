@@ -28,6 +28,7 @@ _HOMES = {
     "Reply": "types",
     "Request": "types",
     "SeamReport": "types",
+    "Serves": "types",
     "Taken": "types",
     "UsageError": "types",
 }

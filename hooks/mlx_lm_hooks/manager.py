@@ -12,7 +12,7 @@ import pluggy
 
 from . import specs
 from .markers import PROJECT
-from .types import Engine, Host, Invocation, ModelSource, PluginError, PrefixCache, Route, UsageError
+from .types import Engine, Host, Invocation, ModelSource, PluginError, PrefixCache, Route, Serves, UsageError
 
 PLUGIN_GROUP = "mlx_lm.plugins"
 HOST_GROUP = "mlx_lm.host"
@@ -84,8 +84,8 @@ class Plugins:
     def unconfigure(self) -> None:
         self._hook.mlx_lm_unconfigure()
 
-    def prefix_cache(self, max_entries: int | None = None, max_bytes: int | None = None) -> PrefixCache | None:
-        return self._hook.mlx_lm_prefix_cache(max_entries=max_entries, max_bytes=max_bytes)
+    def prefix_cache(self, max_entries: int | None, max_bytes: int | None, serves: Serves) -> PrefixCache | None:
+        return self._hook.mlx_lm_prefix_cache(max_entries=max_entries, max_bytes=max_bytes, serves=serves)
 
     def model_loaded(self, source: ModelSource) -> None:
         self._hook.mlx_lm_model_loaded(source=source)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .markers import hookspec
-from .types import Engine, Invocation, ModelSource, PrefixCache, Route
+from .types import Engine, Invocation, ModelSource, PrefixCache, Route, Serves
 
 
 @hookspec
@@ -26,8 +26,8 @@ def mlx_lm_unconfigure() -> None:
 
 
 @hookspec(firstresult=True)
-def mlx_lm_prefix_cache(max_entries: int | None, max_bytes: int | None) -> PrefixCache | None:
-    """The cache of reusable prefixes in place of upstream's prompt cache; called once per server or script."""
+def mlx_lm_prefix_cache(max_entries: int | None, max_bytes: int | None, serves: Serves) -> PrefixCache | None:
+    """The cache of reusable prefixes. `serves` says what it stands in for: upstream's prompt cache (``server``; a script may make one too), or nothing, for generations that upstream would each begin anew (``script``). Called once for each."""
 
 
 @hookspec

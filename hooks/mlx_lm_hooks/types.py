@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 
 class PluginError(Exception):
@@ -56,6 +56,9 @@ class Taken(NamedTuple):
 
     caches: list[Any]
     length: int
+
+
+Serves = Literal["server", "script"]  # what a prefix cache stands in for; see `mlx_lm_prefix_cache`
 
 
 class PrefixCache(Protocol):

@@ -87,7 +87,7 @@ class Runtime:
         """The prefix cache of scripts, made on first use; None when no plugin has one."""
         if not self._script_asked:
             self._script_asked = True
-            self._script_prefixes = self.plugins.prefix_cache(None, None)
+            self._script_prefixes = self.plugins.prefix_cache(None, None, "script")
         return self._script_prefixes
 
 

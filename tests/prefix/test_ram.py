@@ -12,6 +12,8 @@ from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.prefix.index import token_key
 from mlx_lm_tiered.prefix.ram import Entry, RamTier, usable_length
 from mlx_lm_tiered.prefix.tiers import TieredPrefixCache
+from mlx_lm_tiered.runtime import Runtime
+from mlx_lm_tiered.settings import Settings
 from mlx_lm_tiered.statistics import Statistics
 
 SOURCE = ModelSource(key="model")
@@ -241,3 +243,12 @@ def test_prefixes_below_the_minimum_are_not_reused():
     assert cache.take(SOURCE, [1, 2, 3, 9]) is None
     assert cache.take(SOURCE, [1, 2, 3, 4, 9]).length == 4
     assert statistics.report()["hits"] == 1
+
+
+@pytest.mark.parametrize(("serves", "least"), [("server", 1), ("script", 64)])
+def test_generations_of_scripts_reuse_long_prefixes_only(serves, least):
+    """A prompt cache that a script makes is one that the script means to reuse from, like a server's."""
+    cache = Runtime(Settings()).prefix_cache(None, None, serves)
+    cache.put(SOURCE, list(range(100)), plain(100))
+    assert cache.take(SOURCE, [*range(least), 1000]).length == least
+    assert cache.take(SOURCE, [*range(least - 1), 1000]) is None

@@ -142,4 +142,4 @@ def test_the_server_passes_what_the_user_asked(given, entries):
     host.activate(plugin.plugins(), Invocation("server", args, given))
     mlx_lm.server.LRUPromptCache(10)
     host.deactivate()
-    assert plugin.named("prefix_cache") == [{"event": "prefix_cache", "max_entries": entries, "max_bytes": 1000}]
+    assert plugin.named("prefix_cache") == [{"event": "prefix_cache", "max_entries": entries, "max_bytes": 1000, "serves": "server"}]

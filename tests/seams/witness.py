@@ -148,8 +148,8 @@ class Witness:
         self.note("unconfigure")
 
     @hookimpl
-    def mlx_lm_prefix_cache(self, max_entries: int | None, max_bytes: int | None) -> Prefixes:
-        self.note("prefix_cache", max_entries=max_entries, max_bytes=max_bytes)
+    def mlx_lm_prefix_cache(self, max_entries: int | None, max_bytes: int | None, serves: str) -> Prefixes:
+        self.note("prefix_cache", max_entries=max_entries, max_bytes=max_bytes, serves=serves)
         self.prefixes.append(Prefixes(self))
         return self.prefixes[-1]
 

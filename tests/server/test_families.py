@@ -10,19 +10,23 @@ import pytest
 from families import FAMILIES, TOKENIZER, write_model_dir
 from tokenizers import Tokenizer
 
-from support.models import document
 from support.server import Server, stock, tiered
 
 MORE = 12
-TEXT = document(2000)
-PROMPT = TEXT[:420]  # past every window, chunk and compressed group
-SHORT = "The window of a family"  # within them
+# Chosen so that in no family the best token of a continuation leads by less than 0.004, twenty times what rounding changes.
+PROMPT = (  # past every window, chunk and compressed group
+    '"__init__()" to customize it), no non-"None" value may be returned by "__init__()"; doing so will cause a "TypeError" to be '
+    "raised at runtime. object.__del__(self) Called when the instance is about to be destroyed. This is also called a finalizer or "
+    '(improperly) a destructor. If a base class has a "__del__()" method, the derived class’s "__del__()" method, if any, must '
+    "explicitly call it to ensure proper deletion of "
+)
+SHORT = "A cache of keys and values"  # within them
 TEXTS = {
     "prompt": PROMPT,
-    "longer": PROMPT + TEXT[1000:1060],
-    "short": SHORT + ", or of none",
-    "other": SHORT + " is small",
-    "third": SHORT + " moves on",
+    "longer": PROMPT + 'ments the reference count for "x" by one, and the latter is ',
+    "short": SHORT + " is small",
+    "other": SHORT + " at once",
+    "third": SHORT + " and more",
 }
 # Four at once: what they have in common with what is stored, how much they generate, and when they come.
 CROWD = (("longer", 9, 0.0), ("short", 3, 0.0), ("prompt", 12, 0.03), ("other", 6, 0.06))

@@ -23,7 +23,7 @@ if what == "fill":
     for _ in generate_step(mx.array(tokens), model, max_tokens=1):
         pass
     sys.exit()
-prefixes = current().prefix_cache(None, None)
+prefixes = current().prefix_cache(None, None, "script")
 source = source_of(model)
 current().model_loaded(source)
 for _ in generate_step(mx.array(tokens[:80]), model, max_tokens=2):

@@ -19,7 +19,7 @@ def build(original: type, runtime: Runtime) -> type:
         def __init__(self, max_size: int | None = None, max_bytes: int | None = None):
             sizes = {"max_size": max_size, "max_bytes": max_bytes}
             super().__init__(**{name: size for name, size in sizes.items() if size is not None})
-            self._prefixes = runtime.plugins.prefix_cache(*runtime.limits(max_size, max_bytes)) if runtime.active else None
+            self._prefixes = runtime.plugins.prefix_cache(*runtime.limits(max_size, max_bytes), "server") if runtime.active else None
 
         def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
             caches, rest = self._upstream_fetch(model, tokens)
