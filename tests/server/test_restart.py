@@ -124,6 +124,15 @@ def test_flush_means_durable(tiny_llama, cache_dir, tmp_path):
         assert ask(server, question).cached_tokens == cold.prompt_tokens - 1
 
 
+def test_without_time_what_is_saved_already_counts(tiny_llama, cache_dir, tmp_path):
+    with tiered(tiny_llama, cache_dir, "--shutdown-timeout", "0", log=tmp_path / "log", env={"MLX_LM_TIERED_WRITEBEHIND": "0"}) as server:
+        ask(server, document(LONG))
+        assert server.request("POST", "/admin/cache/flush?timeout=0")[0] == 503
+        assert server.flush()[0] == 200
+        assert server.request("POST", "/admin/cache/flush?timeout=0")[0] == 200
+        assert server.terminate() == 0
+
+
 def test_flush_without_an_ssd_tier_promises_nothing(tiny_llama, tmp_path):
     with tiered(tiny_llama, None, log=tmp_path / "log") as server:
         ask(server, "hi")
