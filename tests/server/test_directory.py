@@ -1,0 +1,207 @@
+"""The cache directory under real servers: its cap, its start, what clearing it frees, what the flags about it do."""
+
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_tiered.cold import format as fmt
+from mlx_lm_tiered.cold.directory import Directory, entry_name
+from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.settings import Settings
+from support.models import document
+from support.server import tiered, user
+
+LONG = 3000
+TESTS = Path(__file__).resolve().parent
+
+
+def ask(server, *texts, **options):
+    return server.chat(user(*texts), tokens=True, max_tokens=4, **options)
+
+
+def allocated(root: Path) -> int:
+    """Bytes on disk of all files below `root`, as ``du`` counts them, while nobody puts files in place or evicts."""
+    with Directory(root, 0).locked():
+        return sum(os.lstat(os.path.join(folder, name)).st_blocks * 512 for folder, _, names in os.walk(root) for name in names)
+
+
+class Watch:
+    """The most that `root` ever took, looked at all the time while the block runs."""
+
+    def __init__(self, root: Path):
+        self.root, self.highest, self.looks = root, 0, 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.005):
+            self.highest = max(self.highest, allocated(self.root))
+            self.looks += 1
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self._ended.set()
+        self._thread.join()
+
+
+def test_17_all_files_stay_below_the_cap(tiny_llama, tiny_lfm2, cache_dir, tmp_path):
+    """Entries of two models, damaged ones, files of nobody: all count, at every moment, and after a start with less."""
+    cap = 3 * 10**6
+    cache_dir.mkdir()
+    (cache_dir / "left-by-others.bin").write_bytes(b"x" * 400_000)
+    with Watch(cache_dir) as watch, tiered(tiny_llama, cache_dir, "--ssd-cache-max", str(cap), log=tmp_path / "log") as server:
+        for i in range(12):
+            for model in (tiny_llama, tiny_lfm2):
+                ask(server, f"{i} " + document(1000, start=100 * i), model=str(model))
+            if i == 6:
+                server.flush()  # answered 503: what is in memory alone is more than the cap
+                assert server.stats()["ssd"]["entries"]
+                newest = max(cache_dir.rglob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+                newest.write_bytes(newest.read_bytes()[:-1])
+            stats = server.stats()["ssd"]
+            assert allocated(cache_dir) <= stats["max_bytes"] == cap
+        assert stats["evictions"] > 0 and stats["entries"] >= 2, stats
+        assert stats["bytes"] >= allocated(cache_dir), "files that the statistics do not count"
+        assert server.terminate() == 1  # for the same reason
+    assert watch.looks > 100 and 0.6 * cap < watch.highest <= cap
+    with tiered(tiny_llama, cache_dir, "--ssd-cache-max", str(cap // 2), log=tmp_path / "log2") as server:
+        ask(server, "hi")
+        assert server.flush()[0] == 200
+        assert 0 < allocated(cache_dir) <= cap // 2
+    assert (cache_dir / "left-by-others.bin").exists()
+
+
+def multiply(entry: Path, count: int) -> None:
+    """Lay `count` sound entries of other tokens beside this one."""
+    content = entry.read_bytes()
+    header = fmt.parse(content[: 8 + struct.unpack("<Q", content[:8])[0]], len(content))
+    length = header.meta.length
+    for i in range(count):
+        tokens = [10**6 + i] * length
+        raw = struct.pack(f"<{length}q", *tokens)
+        head = fmt.layout(header.meta)
+        fmt.seal(head, [fmt.digest(raw), *header.checksums[1:]])
+        (entry.parent / entry_name("", token_key(tokens))).write_bytes(head + raw + content[len(head) + len(raw) :])
+
+
+def test_24_a_full_directory_delays_neither_readiness_nor_the_log(tiny_llama, cache_dir, tmp_path):
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "fill") as server:
+        cold = ask(server, "hi")
+        assert server.terminate() == 0
+    multiply(max(cache_dir.rglob("*.safetensors"), key=lambda path: path.stat().st_size), count := 4000)
+    ready = {"full": [], "empty": []}
+    for i in range(2):
+        for name, directory in (("full", cache_dir), ("empty", tmp_path / f"empty-{i}")):
+            with tiered(tiny_llama, directory, log=tmp_path / f"{name}-{i}.log", wait=False) as server:
+                ready[name].append(server.wait_healthy())
+                if i == 0 and name == "full":
+                    assert ask(server, "hi").cached_tokens == cold.prompt_tokens - 1
+                    assert server.stats()["ssd"]["entries"] >= count
+                    assert server.log().count("\n") < 20
+                server.kill()
+    # Reading the headers of this many entries takes most of a second.
+    assert min(ready["full"]) < min(ready["empty"]) + 0.3, ready
+
+
+def test_28_what_the_statistics_say_adds_up(tiny_llama, cache_dir, tmp_path):
+    """Saved tokens are those that requests were told of; nothing is above 100 %."""
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "log") as server:
+        texts = [document(LONG), document(LONG) + " more", "other", document(LONG), "hi", "other"]
+        answers = [ask(server, text) for text in texts]
+        assert server.flush()[0] == 200
+        stats = server.stats()
+    assert stats["lookups"] == stats["hits"] + stats["misses"] == len(texts)
+    assert stats["hits"] == sum(a.cached_tokens > 0 for a in answers) == sum(stats["hits_by_tier"].values())
+    assert stats["tokens_saved"] == sum(a.cached_tokens for a in answers) == sum(stats["tokens_saved_by_tier"].values())
+    assert 0 < stats["tokens_saved"] < stats["prompt_tokens"] == sum(a.prompt_tokens for a in answers)
+    for tier in ("ram", "ssd"):
+        assert 0 < stats[tier]["bytes"] <= stats[tier]["max_bytes"]
+
+
+def test_28_clear_frees_what_it_says(tiny_llama, cache_dir, tmp_path):
+    def command(*argv):
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_lm_tiered.cli", "cache", *argv, "--json"], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "first") as server:
+        ask(server, document(LONG))
+        ask(server, "other " + document(LONG))
+        assert server.flush()[0] == 200
+        before = allocated(cache_dir)
+        cleared = command("clear", str(cache_dir))
+        freed = before - allocated(cache_dir)
+        assert cleared["entries"] == 2 and freed == cleared["bytes"] > 0.9 * before
+        assert command("list", str(cache_dir)) == []
+        # The server goes on, and what it still has in memory comes back when it is asked to save.
+        assert ask(server, document(LONG)).cached_tokens > 0
+        server.kill()
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "second") as server:
+        assert ask(server, "other " + document(LONG)).cached_tokens == 0
+
+
+def test_28_never_verifying_reads_what_verifying_refuses(tiny_llama, cache_dir, tmp_path):
+    """--ssd-cache-verify: one flipped bit of a tensor, seen or not."""
+    with tiered(tiny_llama, cache_dir, log=tmp_path / "fill") as server:
+        cold = ask(server, document(LONG))
+        assert server.terminate() == 0
+    for file in cache_dir.rglob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-len(content) // 3] ^= 1
+        file.write_bytes(content)
+    for when, reused in (("never", cold.prompt_tokens - 1), ("always", 0)):
+        shutil.copytree(cache_dir, tmp_path / when)
+        with tiered(tiny_llama, tmp_path / when, "--ssd-cache-verify", when, log=tmp_path / f"{when}.log") as server:
+            assert ask(server, document(LONG)).cached_tokens == reused
+
+
+def test_28_the_queues_size_and_the_least_prefix_are_kept(tiny_llama, cache_dir, tmp_path):
+    """--ssd-queue drops what does not fit, --prompt-cache-min-tokens reuses nothing shorter."""
+    flags = ["--ssd-queue", "1KB", "--prompt-cache-bytes", "1MB", "--no-writebehind", "--prompt-cache-min-tokens", "1000"]
+    with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "log") as server:
+        threads = [threading.Thread(target=ask, args=(server, f"{i} " + document(LONG, start=200 * i))) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ask(server, "5 " + document(LONG, start=1000)).cached_tokens == 0
+        status, report = server.flush()
+    assert report["dropped"] > 0 and status == 503 and not report["durable"]
+
+
+# Where each setting's effect on a real server is seen.
+EFFECTS = {
+    "prompt_cache_bytes": "test_faults.py::test_8_the_byte_cap_holds_on_every_path",
+    "prompt_cache_size": "test_faults.py::test_7_hits_refresh_recency",
+    "prompt_cache_min_tokens": "test_directory.py::test_28_the_queues_size_and_the_least_prefix_are_kept",
+    "ssd_cache": "test_restart.py::test_the_same_prompt_is_cold_once",
+    "ssd_cache_max": "test_directory.py::test_17_all_files_stay_below_the_cap",
+    "ssd_cache_verify": "test_directory.py::test_28_never_verifying_reads_what_verifying_refuses",
+    "ssd_queue": "test_directory.py::test_28_the_queues_size_and_the_least_prefix_are_kept",
+    "writebehind": "test_restart.py::test_without_writebehind_a_flush_still_saves",
+    "shutdown_timeout": "test_restart.py::test_the_shutdown_timeout_holds",
+    "admin_routes": "test_faults.py::test_routes_are_for_this_machine_and_this_origin",
+}
+
+
+@pytest.mark.parametrize("name", Settings.__dataclass_fields__)
+def test_28_every_setting_has_an_effect_that_is_tested(name):
+    file, _, test = EFFECTS[name].partition("::")
+    body = re.search(rf"^def {test}\(.*?(?=^\S|\Z)", (TESTS / file).read_text(), re.MULTILINE | re.DOTALL)
+    assert body is not None
+    flag, env = name.replace("_", "-"), f"MLX_LM_TIERED_{name.upper()}"
+    assert f"--{flag}" in body[0] or env in body[0] or (name == "ssd_cache" and "cache_dir" in body[0])
