@@ -50,7 +50,8 @@ class Runtime:
         why = "" if limit == settings.ssd_cache_max else f" (half of what is free, of {format_size(settings.ssd_cache_max)} asked for)"
         self._announcement = f"SSD tier of {format_size(limit)}{why} in {settings.ssd_cache}, {format_size(free)} free"
         self._store = ColdStore(settings.ssd_cache, limit, settings.ssd_cache_verify)
-        self._identities = IdentityResolver(settings.ssd_cache)
+        # The scan starts as soon as it can, so that the first request need not wait for all of it.
+        self._identities = IdentityResolver(settings.ssd_cache, known=self._store.attach)
         self._queue = SpillQueue(self._store, busy=self._busy, max_bytes=settings.ssd_queue, wake=self._wake)
         self._ssd = SsdTier(self._store, self._queue, self._identities, self.statistics)
 
@@ -69,7 +70,13 @@ class Runtime:
         if self._ssd is None and self.settings.ssd_cache is not None:
             self._open_ssd_tier()
         cache = TieredPrefixCache(
-            RamTier(size, max_entries), self._ssd, self.statistics, self._namespace, self.settings.writebehind, self._min_tokens(serves)
+            RamTier(size, max_entries),
+            self._ssd,
+            self.statistics,
+            self._namespace,
+            self.settings.writebehind,
+            self._min_tokens(serves),
+            self.settings.ssd_queue,
         )
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
@@ -106,10 +113,11 @@ class Runtime:
                 break
         # A thread that gave no answer in time may hold entries nobody counted.
         unsaved = self._flushes.unsaved
+        given_up = sum(cache.given_up for cache in list(self._caches))
         report = {
-            "durable": result.durable and answer is False and unsaved == 0,
+            "durable": result.durable and answer is False and unsaved == given_up == 0,
             "pending": result.pending + unsaved,
-            "dropped": result.dropped,
+            "dropped": result.dropped + given_up,
             "failed": result.failed,
             "entries": result.entries,
             "longest_durable_prefix_tokens": result.longest_durable_prefix,

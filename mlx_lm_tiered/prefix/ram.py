@@ -67,6 +67,9 @@ class RamTier:
     def __len__(self) -> int:
         return len(self._order)
 
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._order
+
     def __iter__(self) -> Iterator[Entry]:
         """All entries, least recently used first; the tier may change meanwhile."""
         return iter(list(self._order))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from mlx_lm_hooks import ModelSource, Taken
@@ -13,10 +14,10 @@ from ..identity import Identity, IdentityResolver
 from ..statistics import Statistics
 from .ram import Entry, usable_length
 
-# A first start hashes the weights, once; a prefix worth restoring costs more than the wait.
-FINGERPRINT_WAIT = 10.0
-# The first requests after a start may come before its headers are read.
-SCAN_WAIT = 10.0
+# The first requests after a start may come before its weights are hashed and its headers
+# read; a prefix worth restoring costs more than the wait. Seconds, of all requests for a
+# model together: decoding stands still meanwhile, and weights on a slow disk take minutes.
+PATIENCE = 10.0
 
 
 class SsdTier:
@@ -27,14 +28,13 @@ class SsdTier:
         self._queue = queue
         self._identities = identities
         self._statistics = statistics
+        self._patience: dict[ModelSource, float] = {}  # what is left of it
 
     def take(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Taken | None:
         """Restore the longest usable prefix of `tokens`, if it is longer than `longer_than`."""
-        identity = self._identity(source, FINGERPRINT_WAIT)
+        identity = self._found(source)
         if identity is None:
             return None
-        self._store.attach(identity.fingerprint)
-        self._store.wait_scanned(SCAN_WAIT)
         # An entry that turns out damaged leaves the index; the next best may serve.
         for _ in range(3):
             found = self._store.find(identity.fingerprint, "", key, len(tokens) - 1)
@@ -54,6 +54,17 @@ class SsdTier:
                 caches = kinds.lend(caches, length)
             return Taken(caches, length)
         return None
+
+    def _found(self, source: ModelSource) -> Identity | None:
+        """The model's identity, its entries indexed, or as much of that as the patience left for it gives."""
+        started = time.monotonic()
+        patience = self._patience.get(source, PATIENCE)
+        identity = self._identity(source, patience)
+        if identity is not None:
+            self._store.attach(identity.fingerprint)
+            self._store.wait_scanned(max(0.0, patience - (time.monotonic() - started)))
+        self._patience[source] = max(0.0, patience - (time.monotonic() - started))
+        return identity
 
     def closest(self, source: ModelSource, key: bytes) -> tuple[int, int] | None:
         """Length of the stored sequence that shares most leading tokens with `key`, and how many it shares."""

@@ -37,6 +37,7 @@ class TieredPrefixCache:
         namespace: Callable[[ModelSource], Hashable],
         writebehind: bool = True,
         min_tokens: int = 1,
+        max_unsaved_bytes: int = 2 << 30,
     ):
         self.ram = ram
         self._ssd = ssd
@@ -45,6 +46,8 @@ class TieredPrefixCache:
         self._writebehind = writebehind and ssd is not None
         self._min_tokens = max(1, min_tokens)
         self._unsaved: deque[Entry] = deque()  # evicted or put before their model's fingerprint was known
+        self._max_unsaved_bytes = max_unsaved_bytes
+        self.given_up = 0  # entries that could neither be kept nor saved; may be read from anywhere
         ram.on_evict = self._evicted
 
     # The contract
@@ -217,4 +220,19 @@ class TieredPrefixCache:
 
     def _save(self, entry: Entry) -> None:
         if self._ssd is not None and not self._ssd.offer(entry):
-            self._unsaved.append(entry)
+            self._keep_unsaved(entry)
+
+    def _keep_unsaved(self, entry: Entry) -> None:
+        """Hold an entry until its model's fingerprint is known, which takes minutes for large weights: within bounds, and not what it serves itself."""
+        kept = [other for other in self._unsaved if not (_extends(entry, other) and entry.serves(other.length))]
+        self._unsaved = deque([*kept, entry])
+        held = sum(other.nbytes for other in self._unsaved)
+        while held > self._max_unsaved_bytes and len(self._unsaved) > 1:
+            oldest = self._unsaved.popleft()
+            held -= oldest.nbytes
+            if oldest not in self.ram:
+                self.given_up += 1
+
+
+def _extends(entry: Entry, other: Entry) -> bool:
+    return entry.namespace == other.namespace and entry.key.startswith(other.key)

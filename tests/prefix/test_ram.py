@@ -1,5 +1,8 @@
 """The RAM tier and the take and put above it, with real caches of a tiny model and no SSD tier."""
 
+import threading
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_lm_hooks import ModelSource
 from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.prefix import ssd as ssd_tier
 from mlx_lm_tiered.prefix.index import token_key
 from mlx_lm_tiered.prefix.ram import Entry, RamTier, usable_length
 from mlx_lm_tiered.prefix.tiers import TieredPrefixCache
@@ -252,3 +256,73 @@ def test_generations_of_scripts_reuse_long_prefixes_only(serves, least):
     cache.put(SOURCE, list(range(100)), plain(100))
     assert cache.take(SOURCE, [*range(least), 1000]).length == least
     assert cache.take(SOURCE, [*range(least - 1), 1000]) is None
+
+
+class Unidentified:
+    """The SSD tier while the weights are being hashed: it takes nothing yet."""
+
+    known = False
+
+    def __init__(self):
+        self.offered = []
+
+    def take(self, *_):
+        return None
+
+    def covers(self, entry):
+        return entry in self.offered
+
+    def offer(self, entry):
+        if self.known:
+            self.offered.append(entry)
+        return self.known
+
+
+def unidentified(max_unsaved_bytes):
+    size = kinds.nbytes(plain(3))
+    ssd = Unidentified()
+    cache = TieredPrefixCache(RamTier(3 * size), ssd, Statistics(), lambda source: source, max_unsaved_bytes=max_unsaved_bytes * size)
+    return cache, ssd
+
+
+def test_a_conversation_waits_for_the_fingerprint_once():
+    cache, ssd = unidentified(100)
+    for n in range(3, 100):
+        cache.put(SOURCE, list(range(n)), plain(n))
+    ssd.known = True
+    while cache.idle_turn():
+        pass
+    assert [entry.length for entry in ssd.offered] == [99]
+    assert cache.unsaved_entries() == [] and cache.given_up == 0
+
+
+def test_what_waits_for_the_fingerprint_is_bounded_and_what_was_given_up_counted():
+    cache, ssd = unidentified(5)
+    for i in range(20):
+        cache.put(SOURCE, [i, 1, 2], plain(3))
+    ssd.known = True
+    while cache.idle_turn():
+        pass
+    assert len(ssd.offered) == 5
+    # Those still in the RAM tier are not lost: a flush offers them.
+    assert cache.given_up == 20 - 5 - len(cache.unsaved_entries()) >= 12
+
+
+def test_requests_wait_for_a_slow_fingerprint_once(monkeypatch):
+    """Ten seconds in all, not each: no row decodes while a request waits."""
+    monkeypatch.setattr(ssd_tier, "PATIENCE", 0.2)
+    waits = []
+
+    class Hashing:
+        def get(self, source, timeout):
+            waits.append(timeout)
+            threading.Event().wait(timeout)
+
+    tier = ssd_tier.SsdTier(None, None, Hashing(), Statistics())
+    source = ModelSource(path=Path("model"))
+    for _ in range(3):
+        assert tier.take(source, [1, 2], token_key([1, 2]), 0) is None
+    assert waits == [0.2, 0.0, 0.0]
+    other = ModelSource(path=Path("other"))
+    assert tier.take(other, [1, 2], token_key([1, 2]), 0) is None
+    assert waits[-1] == 0.2
