@@ -94,10 +94,14 @@ class IdentityResolver:
     """Identities of the models of this process, computed in the background. Thread-safe.
 
     Digests are remembered in ``identities.json`` under `root`, which grows to
-    `memo_bytes` at most.
+    `memo_bytes` at most. `known` gets each fingerprint as soon as there is one, on
+    the thread that computed it.
     """
 
-    def __init__(self, root: Path | None = None, *, memo_bytes: int = MEMO_BYTES):
+    def __init__(
+        self, root: Path | None = None, *, memo_bytes: int = MEMO_BYTES, known: Callable[[str], None] = lambda fingerprint: None
+    ):
+        self._known = known
         self._memo = DigestMemo(Path(root).expanduser() / "identities.json" if root is not None else None, memo_bytes)
         self._lock = threading.Lock()
         self._results: dict[ModelSource, _Result] = {}
@@ -147,6 +151,7 @@ class IdentityResolver:
         try:
             result.identity = compute(source, lambda path: file_digest(path, self._memo, self._stop.is_set), where)
             logger.info("SSD cache: model fingerprint %s in %.1f s", result.identity.fingerprint, time.perf_counter() - started)
+            self._known(result.identity.fingerprint)
         except InterruptedError:
             logger.debug("SSD cache: fingerprinting stopped")
         except Exception as error:  # whatever a model's files do, it is served without the SSD tier then

@@ -107,6 +107,9 @@ def test_24_a_full_directory_delays_neither_readiness_nor_the_log(tiny_llama, ca
             with tiered(tiny_llama, directory, log=tmp_path / f"{name}-{i}.log", wait=False) as server:
                 ready[name].append(server.wait_healthy())
                 if i == 0 and name == "full":
+                    deadline = time.monotonic() + 60
+                    while server.stats()["ssd"]["entries"] < count and time.monotonic() < deadline:
+                        time.sleep(0.05)  # the scan needs no request to begin
                     assert ask(server, "hi").cached_tokens == cold.prompt_tokens - 1
                     assert server.stats()["ssd"]["entries"] >= count
                     assert server.log().count("\n") < 20
