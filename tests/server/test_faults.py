@@ -40,12 +40,16 @@ def test_1_a_prompt_that_is_prompt_and_completion(tiny_llama, tmp_path, seed):
 
 
 def test_7_hits_refresh_recency(tiny_llama, tmp_path):
+    """What a request with another ending used is kept over what nobody asked for since."""
     with tiered(tiny_llama, None, "--prompt-cache-size", "3", log=tmp_path / "log") as server:
         often = document(LONG)
-        size = ask(server, often).prompt_tokens
-        for i in range(6):
-            ask(server, f"{i} other " * 20)
-            assert ask(server, often).cached_tokens == size - 1
+        first = ask(server, often + " What is a list?")
+        unused = [ask(server, f"{i} other " * 20) for i in range(2)]
+        other = ask(server, often + " How is a file opened?")
+        assert 0 < other.cached_tokens < other.prompt_tokens - 1
+        again = ask(server, often + " What is a list?")
+        assert again.cached_tokens == first.prompt_tokens - 1
+        assert ask(server, "0 other " * 20).cached_tokens < unused[0].prompt_tokens - 1
 
 
 @pytest.mark.parametrize("seed", [None, 5])
