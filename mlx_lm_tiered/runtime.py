@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -32,6 +33,7 @@ class Runtime:
         self.statistics = Statistics()
         self.engine: Engine | None = None
         self.saves_itself = False  # a script has no idle turns and no shutdown of a server
+        self._process = os.getpid()
         self._caches: weakref.WeakSet[TieredPrefixCache] = weakref.WeakSet()
         self._namespaces: dict[ModelSource, Hashable] = {}
         self._flushes = _Flushes()
@@ -164,6 +166,8 @@ class Runtime:
 
     def close(self) -> None:
         """End the threads. Files stay, entries in memory go; a script's are saved first."""
+        if os.getpid() != self._process:
+            return  # a forked child has none of the threads; entries and lock are its parent's
         if self.saves_itself and self._queue is not None and self.engine is None:
             self.flush_on_this_thread(self.settings.shutdown_timeout)
         if self._queue is not None:
