@@ -7,6 +7,7 @@ and does nothing. ``-S`` keeps the environment's own files out of both.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,13 +28,15 @@ def run(repeats: int) -> dict[str, Any]:
     if not state.get("path") or not Path(state["path"]).is_file():
         raise PluginError("the start-up file is not installed; reinstall mlx-lm-tiered")
     file = Path(state["path"])
-    imported = file.read_text().split()[1].split(".")[0]
+    imported = re.search(r"(\w+)\.finder", file.read_text())
+    if imported is None:
+        raise PluginError(f"{file} is not this version's start-up file; reinstall mlx-lm-tiered")
     with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-") as scratch:
         with_file, without = Path(scratch) / "with", Path(scratch) / "without"
         with_file.mkdir()
         without.mkdir()
         shutil.copy(file, with_file)
-        environment = os.environ | {"PYTHONPATH": str(_root_of(imported))}
+        environment = os.environ | {"PYTHONPATH": str(_root_of(imported[1]))}
         times: dict[Path, list[float]] = {with_file: [], without: []}
         for number in range(repeats + 1):
             for directory in (with_file, without) if number % 2 else (without, with_file):

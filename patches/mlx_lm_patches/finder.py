@@ -1,4 +1,8 @@
-"""The start-up file's import finder. It runs in every Python process: nothing but `sys` is imported here.
+"""The start-up file's import finder. It may run in every Python process: nothing but `sys` is imported here.
+
+Importing even this module costs half of a start-up's millisecond, so the ``.pth`` file
+puts a one-line stand-in first on `sys.meta_path`, which calls `install` at the first
+import from mlx-lm. A ``.start`` file (Python 3.15) can only call `install` at once.
 
 The finder looks at imports of three modules and steps aside unless plugins were
 asked for; then it wraps their loader, so that `startup` sees each module after
@@ -131,10 +135,18 @@ class Finder:
 
 
 def install():
-    """Put the finder first on `sys.meta_path`, once (a virtual environment runs start-up files twice), and return it."""
-    for finder in sys.meta_path:
-        if type(finder).__module__ == __name__:
+    """Put the finder first on `sys.meta_path`, or where its stand-in is, and return it.
+
+    Once: a virtual environment runs start-up files twice. A replaced item of the list
+    does not disturb the import that may be walking it; a removed one would.
+    """
+    ours = [finder for finder in sys.meta_path if type(finder).__module__ == __name__]
+    for finder in ours:
+        if isinstance(finder, Finder):
             return finder
     finder = Finder()
-    sys.meta_path.insert(0, finder)
+    if ours:
+        sys.meta_path[sys.meta_path.index(ours[0])] = finder
+    else:
+        sys.meta_path.insert(0, finder)
     return finder

@@ -75,7 +75,7 @@ def test_launch_needs_no_start_up_file(from_wheel):
     code = """
 import sys
 from mlx_lm_hooks import find_host
-sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "Finder"]
+sys.meta_path[:] = [f for f in sys.meta_path if type(f).__module__ != "mlx_lm_patches.finder"]
 find_host().launch("server", ["--plugin", "witness", "--help"])
 """
     done = from_wheel.run([from_wheel.python, "-c", code])

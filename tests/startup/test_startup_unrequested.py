@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import sys
 
 import pytest
 from support.server import Server
@@ -14,11 +15,27 @@ OURS = "('pluggy', 'mlx_lm_hooks', 'mlx_lm_patches', 'mlx_lm_tiered')"
 
 
 def test_only_the_finder_is_loaded(installed):
-    done = installed.run([installed.python, "-c", LISTING.format(names=OURS)])
-    assert done.stdout.split() == ["mlx_lm_patches", "mlx_lm_patches.finder"]
+    """Of the finder, a stand-in (until Python 3.15): not one module of ours."""
+    first = "; f = type(sys.meta_path[0]); print(f.__module__, f.__name__, len([x for x in sys.meta_path if type(x).__module__ == f.__module__]))"
+    done = installed.run([installed.python, "-c", LISTING.format(names=OURS) + first])
+    if sys.version_info >= (3, 15):
+        assert done.stdout.split() == ["mlx_lm_patches", "mlx_lm_patches.finder", "mlx_lm_patches.finder", "Finder", "1"]
+    else:
+        assert done.stdout.split() == ["mlx_lm_patches.finder", "Start", "1"]
 
 
-def test_importing_mlx_lm_loads_no_more_and_changes_nothing(from_wheel):
+def test_the_stand_in_gives_way_to_the_finder_in_its_place(from_wheel):
+    """Also when another finder came first meanwhile."""
+    code = (
+        "import sys;"
+        "sys.meta_path.insert(0, type('Other', (), {'find_spec': lambda *a: None})());"
+        "import mlx_lm.server; print(*[type(f).__name__ for f in sys.meta_path if type(f).__name__ in ('Other', 'Start', 'Finder')])"
+    )
+    done = from_wheel.run([from_wheel.python, "-c", code])
+    assert done.stdout.split() == ["Other", "Finder"]
+
+
+def test_importing_mlx_lm_loads_no_more_than_the_finder_and_changes_nothing(from_wheel):
     code = "import mlx_lm, mlx_lm.server; assert mlx_lm.server.LRUPromptCache is mlx_lm.models.cache.LRUPromptCache; "
     done = from_wheel.run([from_wheel.python, "-c", code + LISTING.format(names=OURS)])
     assert done.stdout.split() == ["mlx_lm_patches", "mlx_lm_patches.finder"]
