@@ -29,6 +29,7 @@ test: $(INSTALLED)
 $(INSTALLED): pyproject.toml $(wildcard patches/site/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where it is with make PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) lacks venv; on Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	@echo 'installing into $(VENV); this takes some minutes the first time'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	touch $@

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,6 +132,7 @@ def run_demo(args: argparse.Namespace) -> int:
         if args.model or args.json or args.ssd_cache or args.prompt_tokens:
             _usage("--prepare only fetches the demo's own model; leave the other flags out")
         return prepare()
+    _end_in_order()
     return demo(_model(args.model), args.ssd_cache, args.prompt_tokens, args.json)
 
 
@@ -156,7 +158,7 @@ def run_cache(args: argparse.Namespace) -> int:
     try:
         if args.action == "clear":
             count, size = cache_command.clear(root, args.dry_run)
-            text = f"{count} entries, {format_size(size)} {'would be' if args.dry_run else 'were'} deleted"
+            text = f"{_entries(count)}, {format_size(size)}: {'would be deleted' if args.dry_run else 'deleted'}"
             print(json.dumps({"entries": count, "bytes": size, "dry_run": args.dry_run}) if args.json else text)
             return 0
         listed = list(cache_command.entries(root, verify=args.action == "verify"))
@@ -167,8 +169,12 @@ def run_cache(args: argparse.Namespace) -> int:
         print(json.dumps([entry.as_json() for entry in listed], indent=2))
     else:
         print(cache_command.table(listed))
-        print(f"{len(listed)} entries, {format_size(sum(e.bytes for e in listed))}, {len(damaged)} damaged")
+        print(f"{_entries(len(listed))}, {format_size(sum(e.bytes for e in listed))}, {len(damaged)} damaged")
     return 1 if damaged else 0
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
 
 
 def run_settings(args: argparse.Namespace) -> int:
@@ -217,6 +223,7 @@ def _bench(args: argparse.Namespace, measure: Callable[[], dict[str, Any]], faul
     from .bench.server import ServerFailed
 
     _writable(args.json)
+    _end_in_order()
     try:
         result = measure()
     except (RequestFailed, ServerFailed) as error:
@@ -225,6 +232,17 @@ def _bench(args: argparse.Namespace, measure: Callable[[], dict[str, Any]], faul
     print(report.lines(result))
     found = faults(result)
     return _say("; ".join(found), 1) if found else 0
+
+
+def _end_in_order() -> None:
+    """SIGTERM, and the end of the terminal, unwind like Ctrl-C: the servers started here have sessions of their own and would stay."""
+
+    def unwind(number: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, unwind)
 
 
 # Input.

@@ -158,8 +158,11 @@ def describe(report: Report) -> str:
     if facts["start_up"]:
         lines.append(f"start-up   {facts['start_up']['state']}: {facts['start_up'].get('path') or facts['start_up'].get('detail', '')}")
     if facts["seams"]:
-        width = max(len(seam["name"]) for seam in facts["seams"])
-        lines += [f"seam       {s['name'].ljust(width)}  {s['state']}  {s['detail']}".rstrip() for s in facts["seams"]]
+        names = max(len(seam["name"]) for seam in facts["seams"])
+        features = max(len(seam["feature"]) for seam in facts["seams"])
+        lines += [
+            f"seam       {s['name'].ljust(names)}  {s['feature'].ljust(features)}  {s['state']}  {s['detail']}".rstrip() for s in facts["seams"]
+        ]
     lines += _describe_cache(facts.get("cache"))
     lines += [f"warning    {text}" for text in report.warnings]
     lines += [f"PROBLEM    {text}" for text in report.problems]

@@ -126,7 +126,7 @@ class Settings:
         120.0, parse_seconds, "Seconds a stopping server may take to finish requests and save.", shown="120", metavar="SECONDS"
     )
     admin_routes: str = _setting(
-        "local", one_of("local", "all", "off"), "Who may use /stats and /admin: loopback addresses, everyone, or no one.",
+        "local", one_of("local", "all", "off"), "Who may use /stats and /admin: local (this machine), all, or off (no one).",
         shown="local", metavar="WHO",
     )  # fmt: skip
 

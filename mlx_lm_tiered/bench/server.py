@@ -51,7 +51,7 @@ def server_command() -> list[str]:
 
 
 class Server(Client):
-    """A running server process. Used as a context manager it ends with SIGTERM, then SIGKILL.
+    """A running server process. Used as a context manager it ends with SIGTERM, after an exception with SIGKILL.
 
     `flags` go to the server after ``--model`` and ``--port``; `env` is laid over
     this process's environment (None as a value removes a name); `command` is what
@@ -99,9 +99,14 @@ class Server(Client):
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        if self.running:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if not self.running:
+            return
+        if kind is None:
             self.terminate()
+        else:
+            # Nobody waits for its answer any more, and a kill harms no entry.
+            self.kill()
 
     @property
     def pid(self) -> int:

@@ -39,6 +39,13 @@ def demo(model: str | None, directory: Path | None, prompt_tokens: int | None, j
         raise UsageError(f"{json_file} cannot be written to")
     if directory is not None and directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is not a directory")
+    if directory is not None:
+        try:
+            directory.mkdir(0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{directory} cannot be made: {error.strerror}") from error
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise UsageError(f"{directory} cannot be written to")
     path = Path(model) if model is not None else _prepared()
     if versions.on_cpu() and sys.platform.startswith("linux"):
         found = openblas.find()

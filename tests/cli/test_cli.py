@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +103,21 @@ def test_demo_tells_the_main_story(tiny_llama: Path, tmp_path: Path):
     assert {"cold_ttft_s", "ram_ttft_s", "restart_ttft_s", "versions", "machine"} <= found.keys()
     assert "after a restart, from SSD" in done.stdout and done.stdout.count("the same") >= 2
     assert any((tmp_path / "cold").glob("v1/*/*.safetensors"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_demo_leaves_no_server(tiny_llama: Path, tmp_path: Path, number: signal.Signals):
+    argv = [sys.executable, "-m", "mlx_lm_tiered.cli", "demo", "--model", str(tiny_llama), "--prompt-tokens", "4000"]
+    with subprocess.Popen(argv, cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        port = next(found[1] for line in process.stderr if (found := re.search(r"--port (\d+)", line)))
+        with socket.create_connection(("127.0.0.1", int(port))):
+            process.send_signal(number)
+        rest = process.communicate(timeout=20)[1]
+    assert process.returncode == (130 if number == signal.SIGINT else 128 + number)
+    assert "Traceback" not in rest
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port)))
 
 
 def test_demo_fails_when_nothing_was_reused():
