@@ -39,6 +39,8 @@ def spec_of(name: str, array: mx.array, grow_axis: int | None) -> TensorSpec:
 
 def to_bytes(array: mx.array) -> memoryview:
     """An array's elements in row-major order. The view keeps the buffer alive, and may share it: read only."""
+    if array.size == 0:
+        return memoryview(b"")  # mlx 0.32.4 on CUDA crashes when numpy looks into a slice without elements
     array = mx.contiguous(array)
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)  # numpy has no bfloat16
