@@ -52,6 +52,8 @@ class Progress:
         seconds = f"{time.monotonic() - self._started:.0f} s"
         if not self._total:
             return f"{self._step} … {seconds}"
+        if self._done >= self._total:
+            return f"{self._step}: prompt read, answering … {seconds}"
         filled = _WIDTH * self._done // self._total
         return f"{self._step} [{'#' * filled}{'.' * (_WIDTH - filled)}] {self._done:,}/{self._total:,} tokens {seconds}"
 
