@@ -17,6 +17,9 @@ from typing import Any
 log = logging.getLogger("mlx_lm_patches")
 
 DEFAULT_TIMEOUT = 120.0
+# Of the time to stop, for requests before what is there is saved: one whose client has
+# stalled must not take it all.
+_DRAIN_SHARE = 0.75
 _SETTLE_SECONDS = 1.0
 _GRACE_SECONDS = 0.1
 _RECENT_HANDLERS = 64
@@ -110,14 +113,24 @@ class Stopping:
         self._signalled.wait()
         with self._changed:
             log.info("stopping: waiting for %d running requests", self._running)
-            self._finished = self._changed.wait_for(lambda: self._running == 0, self._left())
-        try:
-            self._saved = self._save(self._left())
-        except Exception as error:
-            self._saved = False
-            log.warning("saving at the stop failed: %s: %s", type(error).__name__, error)
+        self._finished = self._wait(self._left() * _DRAIN_SHARE)
+        self._saved = self._try_to_save()
+        if not self._finished and self._wait(self._left()):
+            self._finished, self._saved = True, self._try_to_save()
         self._bound.wait()
         self._httpd.shutdown()
+
+    def _wait(self, timeout: float) -> bool:
+        """Whether all requests ended in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._running == 0, timeout)
+
+    def _try_to_save(self) -> bool:
+        try:
+            return self._save(self._left())
+        except Exception as error:
+            log.warning("saving at the stop failed: %s: %s", type(error).__name__, error)
+            return False
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())

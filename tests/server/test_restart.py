@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import threading
 import time
 
@@ -108,6 +109,17 @@ def test_the_shutdown_timeout_holds(tiny_llama, cache_dir, tmp_path):
         server.signal(signal.SIGTERM)
         assert server.process.wait(15) == 1
         assert 0.9 < time.monotonic() - start < 10
+
+
+def test_a_stalled_client_does_not_keep_the_stop_from_saving(tiny_llama, cache_dir, tmp_path):
+    env = {"MLX_LM_TIERED_WRITEBEHIND": "0"}
+    with tiered(tiny_llama, cache_dir, "--shutdown-timeout", "4", log=tmp_path / "log", env=env) as server:
+        ask(server, document(LONG))
+        with socket.create_connection((server.host, server.port)) as stalled:
+            stalled.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+            server.healthy()
+            assert server.terminate(15) == 1
+    assert list(cache_dir.rglob("*.safetensors"))
 
 
 def test_flush_means_durable(tiny_llama, cache_dir, tmp_path):
