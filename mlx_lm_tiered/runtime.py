@@ -205,11 +205,16 @@ class Runtime:
 
     def _offer_unsaved(self, tried: set[int]) -> tuple[bool, int]:
         """Queue one entry the SSD tier lacks and this flush has not tried. Whether there was one, and how many are still missing."""
-        missing = [entry for cache in list(self._caches) for entry in cache.unsaved_entries()]
-        for entry in missing:
-            if id(entry) not in tried:
+        assert self._ssd is not None and self._store is not None
+        entries = [entry for cache in list(self._caches) for entry in cache.entries()]
+        missing = {id(entry) for entry in entries if not self._ssd.covers(entry)}
+        # Oldest first, so that the newest are the last to be evicted; but none that has no room
+        # beside the newer ones: they would evict it again, and every flush would write it anew.
+        room = self._store.max_bytes - self._store.max_bytes // 8  # headers, directories and side files take some
+        fitting = [entry for entry in reversed(entries) if (room := room - entry.nbytes - 8 * entry.length) >= 0]
+        for entry in reversed(fitting):
+            if id(entry) in missing and id(entry) not in tried:
                 tried.add(id(entry))
-                assert self._ssd is not None
                 self._ssd.offer(entry)
                 return True, len(missing)
         return False, len(missing)

@@ -115,11 +115,9 @@ class TieredPrefixCache:
             return True
         return False
 
-    def unsaved_entries(self) -> list[Entry]:
-        """The entries that the SSD tier does not have yet, for a flush."""
-        if self._ssd is None:
-            return []
-        return [entry for entry in self.ram if not self._ssd.covers(entry)] + list(self._unsaved)
+    def entries(self) -> list[Entry]:
+        """All entries of the RAM tier, and those that wait to be queued; least recently used first."""
+        return list(self._unsaved) + [entry for entry in self.ram if entry not in self._unsaved]
 
     # Inside
 

@@ -213,3 +213,15 @@ def test_28_every_setting_has_an_effect_that_is_tested(name):
     assert body is not None
     flag, env = name.replace("_", "-"), f"MLX_LM_TIERED_{name.upper()}"
     assert f"--{flag}" in body[0] or env in body[0] or (name == "ssd_cache" and "cache_dir" in body[0])
+
+
+def test_a_flush_does_not_write_what_it_evicts_again(tiny_llama, cache_dir, tmp_path):
+    """Fault 32's kind: RAM holds more than the SSD tier may, and is flushed again and again."""
+    with tiered(tiny_llama, cache_dir, "--ssd-cache-max", "4MB", "--no-writebehind", log=tmp_path / "log") as server:
+        for i in range(8):
+            server.chat(user(f"{i} " + document(1500, start=200 * i)), max_tokens=2)
+        reports = [server.flush() for _ in range(6)]
+        stats = server.stats()
+    assert {status for status, _ in reports} == {503} and reports[-1][1]["pending"] > 0
+    assert stats["ssd"]["stored"] <= 8
+    assert stats["ssd"]["entries"] >= 2
