@@ -16,8 +16,13 @@ def is_local(client: str, origin: str | None, host: str | None, bound: str) -> b
     "same" origin, and a proxy in front of the server is a loopback client, too.
     `bound` is the host that the server was told to listen on.
     """
-    if not _loopback(client):
+    try:
+        return _loopback(client) and _from_here(origin, host, bound)
+    except ValueError:  # no address at all
         return False
+
+
+def _from_here(origin: str | None, host: str | None, bound: str) -> bool:
     if host is not None and not _this_machine(urlsplit(f"//{host}").hostname or "", bound):
         return False
     if origin is None:

@@ -175,6 +175,8 @@ LOCAL = [
     ("127.0.0.1", "null", "localhost:8080", False),
     ("127.0.0.1", None, "my.host:8080", True),
     ("not an address", None, "localhost", False),
+    ("127.0.0.1", None, "[localhost", False),
+    ("127.0.0.1", "http://[", "localhost:8080", False),
 ]
 
 
