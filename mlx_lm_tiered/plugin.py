@@ -66,6 +66,12 @@ def mlx_lm_model_loaded(source: ModelSource) -> None:
 
 
 @hookimpl
+def mlx_lm_model_unloading(source: ModelSource) -> None:
+    if _runtime is not None:
+        _runtime.model_unloading(source)
+
+
+@hookimpl
 def mlx_lm_engine_started(engine: Engine) -> None:
     if _runtime is not None:
         _runtime.engine = engine

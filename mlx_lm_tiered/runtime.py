@@ -25,6 +25,10 @@ logger = logging.getLogger("mlx_lm_tiered")
 ANSWER_WAIT = 0.5
 
 
+# Seconds that loading another model may wait for the entries of the one before to be written.
+SWAP_PATIENCE = 60.0
+
+
 class Runtime:
     """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
 
@@ -79,6 +83,7 @@ class Runtime:
             self.settings.writebehind,
             self._min_tokens(serves),
             self.settings.ssd_queue,
+            self.settings.ssd_demote_idle,
         )
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
@@ -125,6 +130,34 @@ class Runtime:
             "longest_durable_prefix_tokens": result.longest_durable_prefix,
         }
         return report
+
+    def drain(self, timeout: float) -> dict[str, Any]:
+        """Save everything and free its memory; prefixes stay reachable. Any thread but the generation thread.
+
+        Returns the flush's report, with ``left``: entries still in RAM that were there before.
+        """
+        deadline = time.monotonic() + timeout
+        demotions = [(d, d.due_now()) for cache in list(self._caches) if (d := cache.demotion) is not None]
+        report = self.flush(timeout)
+        while (left := sum(d.left(before) for d, before in demotions)) and time.monotonic() < deadline and self._alive():
+            if not report["durable"]:
+                break  # what could not be saved stays
+            self._wake()
+            time.sleep(0.01)
+        return {**report, "left": left}
+
+    def model_unloading(self, source: ModelSource) -> None:
+        """Save a model's entries and free them before another takes its place; on the generation thread."""
+        if self._queue is None:
+            return
+        namespace = self._namespace(source)
+        for cache in list(self._caches):
+            if cache.demotion is not None:
+                cache.demotion.due_now(namespace)
+        if any(entry.namespace == namespace for cache in list(self._caches) for entry in cache.ram):
+            self.flush_on_this_thread(SWAP_PATIENCE)
+            while self.idle_turn():
+                pass
 
     def flush_on_this_thread(self, timeout: float) -> bool:
         """The same for a script, whose own thread is the generation thread."""

@@ -118,6 +118,10 @@ class Settings:
         2 * 2**30, parse_size, "Bytes of entries that may wait to be written; the oldest is dropped beyond that.",
         shown="2GiB", metavar="SIZE", needs="ssd_cache",
     )  # fmt: skip
+    ssd_demote_idle: float = _setting(
+        300.0, parse_seconds, "Seconds without use after which an entry leaves RAM for the SSD tier; 0: never.",
+        shown="300", metavar="SECONDS", needs="ssd_cache",
+    )  # fmt: skip
     writebehind: bool = _setting(
         True, parse_switch, "Write entries to the SSD tier soon after each request, in idle turns. Off: only on eviction, flush and shutdown.",
         shown="on", needs="ssd_cache",

@@ -50,7 +50,7 @@ class Statistics:
     def report(self) -> dict[str, Any]:
         """All counters, JSON-able."""
         with self._lock:
-            names = ("lookups", "hits", "misses", "prompt_tokens", "tokens_saved", "puts", "spills", "keys_shortened", "larger_than_ram_tier")
+            names = ("lookups", "hits", "misses", "prompt_tokens", "tokens_saved", "puts", "spills", "demotions", "keys_shortened", "larger_than_ram_tier")
             return {
                 "uptime_s": round(time.monotonic() - self._started, 3),
                 **{name: self._counts[name] for name in names},

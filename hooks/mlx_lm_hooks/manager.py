@@ -90,6 +90,9 @@ class Plugins:
     def model_loaded(self, source: ModelSource) -> None:
         self._hook.mlx_lm_model_loaded(source=source)
 
+    def model_unloading(self, source: ModelSource) -> None:
+        self._hook.mlx_lm_model_unloading(source=source)
+
     def engine_started(self, engine: Engine) -> None:
         self._hook.mlx_lm_engine_started(engine=engine)
 

@@ -36,6 +36,11 @@ def mlx_lm_model_loaded(source: ModelSource) -> None:
 
 
 @hookspec
+def mlx_lm_model_unloading(source: ModelSource) -> None:
+    """The server is about to let go of a model to load another; called on the generation thread, no request runs."""
+
+
+@hookspec
 def mlx_lm_engine_started(engine: Engine) -> None:
     """A server's generation thread is about to start."""
 

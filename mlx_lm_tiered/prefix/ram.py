@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Entry:
     caches: list[Any]
     role: str
     settled: bool = False  # whether its arrays are computed
+    last_used: float = field(default_factory=time.monotonic)
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +97,7 @@ class RamTier:
 
     def touch(self, entry: Entry) -> None:
         """Make an entry the most recently used one."""
+        entry.last_used = time.monotonic()
         self._order.move_to_end(entry)
 
     def covering(self, namespace: Hashable, key: bytes, length: int) -> Entry | None:
@@ -133,6 +136,10 @@ class RamTier:
             self._remove(entry)
             self.evictions += 1
             self.on_evict(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """Let go of an entry, without telling `on_evict`."""
+        self._remove(entry)
 
     def by_role(self) -> dict[str, tuple[int, int]]:
         """(entries, bytes) per role."""

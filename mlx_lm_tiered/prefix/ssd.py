@@ -87,5 +87,9 @@ class SsdTier:
             return not self._identities.pending(entry.source)
         return self._store.covers(identity.fingerprint, "", entry.key)
 
+    def holds(self, entry: Entry) -> bool:
+        """Whether the directory holds these tokens, so that they can come back from there."""
+        return self._identity(entry.source, 0) is not None and self.covers(entry)
+
     def _identity(self, source: ModelSource, timeout: float) -> Identity | None:
         return self._identities.get(source, timeout) if source.path is not None else None

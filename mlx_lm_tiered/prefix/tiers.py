@@ -13,6 +13,7 @@ from mlx_lm_hooks import ModelSource, Taken
 
 from .. import caches as kinds
 from ..statistics import Statistics
+from .demotion import Demotion
 from .index import token_key
 from .ram import Entry, RamTier
 
@@ -38,6 +39,7 @@ class TieredPrefixCache:
         writebehind: bool = True,
         min_tokens: int = 1,
         max_unsaved_bytes: int = 2 << 30,
+        demote_idle: float = 0.0,
     ):
         self.ram = ram
         self._ssd = ssd
@@ -49,6 +51,7 @@ class TieredPrefixCache:
         self._max_unsaved_bytes = max_unsaved_bytes
         self.given_up = 0  # entries that could neither be kept nor saved; may be read from anywhere
         ram.on_evict = self._evicted
+        self.demotion = None if ssd is None else Demotion(ram, ssd, statistics, demote_idle)
 
     # The contract
 
@@ -104,7 +107,7 @@ class TieredPrefixCache:
     # In idle turns
 
     def idle_turn(self) -> bool:
-        """One bounded step: compute an entry's arrays, or queue one that waited for its model's fingerprint. Whether there was something to do."""
+        """One bounded step: compute an entry's arrays, queue one that waited for its model's fingerprint, or demote one. Whether there was something to do."""
         if (entry := next((e for e in self.ram if not e.settled), None)) is not None:
             # Rows come out of upstream's batch as graphs that keep the whole batch's buffers alive.
             mx.eval([cache.state for cache in entry.caches])
@@ -113,7 +116,7 @@ class TieredPrefixCache:
         if self._ssd is not None and self._unsaved and self._ssd.offer(self._unsaved[0]):
             self._unsaved.popleft()
             return True
-        return False
+        return self.demotion is not None and self.demotion.turn()
 
     def entries(self) -> list[Entry]:
         """All entries of the RAM tier, and those that wait to be queued; least recently used first."""

@@ -1,13 +1,15 @@
-"""HTTP routes: ``GET /stats`` and ``POST /admin/cache/flush``."""
+"""HTTP routes: ``GET /stats``, ``POST /admin/cache/flush`` and ``POST /admin/drain``."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from mlx_lm_hooks import Reply, Request, Route
 
 from ..runtime import Runtime
+from ..settings import parse_seconds
 
 # A flush waits for running requests; a client that cannot wait as long says so.
 FLUSH_TIMEOUT = 600.0
@@ -22,17 +24,26 @@ def routes(runtime: Runtime) -> list[Route]:
     def stats(request: Request) -> Reply:
         return _json(200, runtime.report())
 
-    def flush(request: Request) -> Reply:
-        timeout = FLUSH_TIMEOUT
-        if "timeout" in request.query:
-            try:
-                timeout = float(request.query["timeout"][0])
-            except ValueError:
-                return _json(400, {"error": "timeout must be a number of seconds"})
-        report = runtime.flush(timeout)
-        return _json(200 if report["durable"] else 503, report)
+    def bounded(action: Callable[[float], dict[str, Any]], done: Callable[[dict[str, Any]], bool]) -> Callable[[Request], Reply]:
+        def handler(request: Request) -> Reply:
+            timeout = FLUSH_TIMEOUT
+            if "timeout" in request.query:
+                try:
+                    timeout = parse_seconds(request.query["timeout"][0])
+                except ValueError as error:
+                    return _json(400, {"error": f"timeout: {error}"})
+            report = action(timeout)
+            return _json(200 if done(report) else 503, report)
 
-    return [Route("GET", "/stats", stats, access), Route("POST", "/admin/cache/flush", flush, access)]
+        return handler
+
+    flush = bounded(runtime.flush, lambda report: report["durable"])
+    drain = bounded(runtime.drain, lambda report: report["durable"] and report["left"] == 0)
+    return [
+        Route("GET", "/stats", stats, access),
+        Route("POST", "/admin/cache/flush", flush, access),
+        Route("POST", "/admin/drain", drain, access),
+    ]
 
 
 def _json(status: int, value: dict[str, Any]) -> Reply:

@@ -38,7 +38,7 @@ for name, spec in list(vars(specs).items()):
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory, tiny_llama) -> dict[str, dict[str, str]]:
+def calls(tmp_path_factory, tiny_llama, tiny_lfm2) -> dict[str, dict[str, str]]:
     """The first call of each hook: argument names and the names of their types."""
     folder = tmp_path_factory.mktemp("contract")
     info = folder / "contract-1.0.dist-info"
@@ -49,6 +49,7 @@ def calls(tmp_path_factory, tiny_llama) -> dict[str, dict[str, str]]:
     env = {"PYTHONPATH": str(folder), "CONTRACT_LOG": str(folder / "calls"), "MLX_LM_PLUGINS": None}
     with Server(tiny_llama, folder / "log", ["--plugin", "contract"], env=env) as server:
         assert server.chat(user("hi"), max_tokens=2).completion_tokens
+        assert server.chat(user("hi"), max_tokens=2, model=str(tiny_lfm2)).completion_tokens
         assert server.terminate() == 0
     made = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
     return {hook: arguments for hook, arguments in reversed(made)}

@@ -98,6 +98,11 @@ def build_load_adapters(original: Callable[..., Any], runtime: Runtime) -> Calla
 def build_provider_load(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def _load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.active and self.model_key is not None and (before := runtime.sources.get(self.model_key)) is not None:
+            try:
+                runtime.plugins.model_unloading(before)
+            except Exception as error:
+                runtime.fault("announcing that a model goes", error)
         result = original(self, *args, **kwargs)
         if runtime.active:
             try:
