@@ -4,7 +4,9 @@ Every repeat has a prompt of its own that differs from the first word on, so tha
 each is cold once. One server answers each cold and again; then it is stopped with
 SIGTERM, the directory's files leave the page cache where the system allows that,
 and a new server answers each again. A server counts as started when it has answered
-a first short request, so no figure contains the loading of the model.
+a first short request, so no figure contains the loading of the model. Upstream
+streams no token ids; so the first prompt's are asked for without streaming, from RAM
+and once more after another restart.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ def run(
         with _started(model, log, options) as server:
             cold = [_ask(server, f"cold, {i + 1} of {repeats}", chat, max_tokens) for i, chat in enumerate(chats)]
             ram = [_ask(server, f"from RAM, {i + 1} of {repeats}", chat, max_tokens) for i, chat in enumerate(chats)]
+            ram_ids = _token_ids(server, chats[0], max_tokens)
             before = time.monotonic()
             server.terminate()
             stop_s = time.monotonic() - before
@@ -43,6 +46,9 @@ def run(
         with _started(model, log, options) as server:
             restart = [_ask(server, f"restarted, {i + 1} of {repeats}", chat, max_tokens) for i, chat in enumerate(chats)]
             ssd = server.stats()["ssd"]
+        with _started(model, log, options) as server:
+            restart_ids = _token_ids(server, chats[0], max_tokens)
+            ids_restored = server.stats()["hits_by_tier"]["ssd"] > 0
     cold_s, ram_s, restart_s = (median(a.ttft for a in answers) for answers in (cold, ram, restart))
     return {
         "bench": "restart",
@@ -56,6 +62,7 @@ def run(
         "ram_cached_tokens": min(a.cached_tokens for a in ram),
         "text_equal": [a.text for a in cold] == [a.text for a in ram] == [a.text for a in restart],
         "ram_and_restart_equal": [a.text for a in ram] == [a.text for a in restart],
+        "ram_and_restart_tokens_equal": ids_restored and ram_ids == restart_ids and len(ram_ids) > 0,
         "stop_s": stop_s,
         "page_cache_dropped": dropped,
         "repeats": repeats,
@@ -88,6 +95,11 @@ def _started(model: Path, log: Path, flags: list[str]) -> Server:
 def _ask(server: Server, name: str, chat: list[dict[str, str]], max_tokens: int) -> Answer:
     with Progress(name) as progress:
         return server.chat(chat, max_tokens=max_tokens, progress=progress)
+
+
+def _token_ids(server: Server, chat: list[dict[str, str]], max_tokens: int) -> list[int]:
+    with Progress("token ids"):
+        return server.chat(chat, max_tokens=max_tokens, tokens=True).tokens
 
 
 def drop_page_cache(directory: Path) -> bool:
