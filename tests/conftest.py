@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ from mlx_lm_tiered import openblas
 
 # Before any test imports mlx: its CPU wheel computes some twenty times faster with it.
 openblas.load()
+
+# Who starts the tests in the background or under nohup has these ignored, and every process they start as well.
+for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _default)
 
 from support.models import TINY  # noqa: E402
 
