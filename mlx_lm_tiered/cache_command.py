@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .cold import listing
-from .cold.directory import Directory, DiskFile
+from .cold.directory import Directory
+from .cold.family import DiskFile, leaves_first
 from .settings import format_size
 
 
@@ -47,7 +48,7 @@ def clear(root: Path, dry_run: bool) -> tuple[int, int]:
         return len(doomed), sum(file.charge for file in doomed)
     with directory.locked():
         doomed = _ours(directory)
-        for file in doomed:
+        for file in leaves_first(doomed, lambda f: f.used):
             file.path.unlink(missing_ok=True)
     return len(doomed), sum(file.charge for file in doomed)
 

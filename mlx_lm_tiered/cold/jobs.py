@@ -33,6 +33,7 @@ class Job:
     attempts: int = 0
     tried_by_flush: int = 0
     announced: bool = False
+    whole: bool = False  # whether it turned out that it cannot continue what is stored
 
     @property
     def length(self) -> int:

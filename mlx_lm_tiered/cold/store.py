@@ -11,21 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .catalog import Catalog, ColdEntry, Found
+from .catalog import MAX_CHAIN, Catalog, ColdEntry, Found
 from .directory import Directory, DirectoryFull
+from .family import NAME_DIGITS, leaves_first, parent_name
 from .format import BadEntry, Meta, file_size
 from .health import Bounded, Checking, Outage, logger
 from .listing import Listed, listing
-from .restore import Damaged, Replaced, read_caches
-from .scan import Scans, cold_entry, scan
+from .restore import Damaged, Lost, read_caches
+from .scan import Scans, cold_entry, read_segment, scan
+from .segments import Continuation, NotIdentical, Stale, inode
 from .writer import EntryWriter
 
-__all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "Unavailable"]
+__all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "NotIdentical", "Unavailable"]
 
 # What `stats` counts: bytes and tokens where the name says so, else events.
 COUNTERS = (
     "restores", "restored_bytes", "restored_tokens", "stored", "stored_bytes", "superseded", "evictions", "quarantined",
-    "corrupt", "gone", "read_errors", "write_errors", "skipped_too_large",
+    "corrupt", "gone", "read_errors", "write_errors", "skipped_too_large", "written_bytes", "new_token_bytes", "continued",
+    "not_identical", "compactions",
 )  # fmt: skip
 
 
@@ -79,7 +82,7 @@ class ColdStore:
         return self._catalog.closest(fingerprint, namespace, key)
 
     def covers(self, fingerprint: str, namespace: str, key: bytes) -> bool:
-        """Whether an entry that serves exactly these tokens is on disk. Looks whether its file still is."""
+        """Whether an entry that serves exactly these tokens is on disk. Looks whether its files still are."""
         return self._covered(fingerprint, namespace, key, lambda path: os.stat(path, follow_symlinks=False))
 
     def touch(self, fingerprint: str, namespace: str, key: bytes) -> bool:
@@ -89,13 +92,15 @@ class ColdStore:
     def _covered(self, fingerprint: str, namespace: str, key: bytes, look: Callable[[Path], object]) -> bool:
         length = len(key) // 8
         while (found := self.find(fingerprint, namespace, key, length)) and found.length == length:
-            try:
-                look(found.entry.path)
-            except FileNotFoundError:
-                self._catalog.forget(found.entry.path, found.entry)
-            except OSError:
-                self._count("untouched")  # not reachable for the moment: nobody can say it is gone
-                return True
+            for entry in reversed(found.entry.chain):
+                try:
+                    look(entry.path)
+                except FileNotFoundError:
+                    self._catalog.forget(entry.path, entry)
+                    break
+                except OSError:
+                    self._count("untouched")  # not reachable for the moment: nobody can say it is gone
+                    return True
             else:
                 return True
         return False
@@ -105,16 +110,19 @@ class ColdStore:
     def restore(self, entry: ColdEntry) -> list[Any] | None:
         """The entry's caches, with room to grow; None when it cannot be had any more. Generation thread only.
 
-        A damaged file is quarantined, one that has gone is forgotten. Memory at its
-        highest: the caches, and on CUDA one tensor more.
+        A damaged file is quarantined, one that has gone is forgotten, and with either
+        all that continue it. Memory at its highest: the caches, and on CUDA one tensor
+        more.
         """
         started = time.perf_counter()
         try:
             caches = read_caches(entry, self._checking, self._used)
-        except (FileNotFoundError, Replaced):
+        except Lost as error:
             self._count("gone")
+            self._catalog.forget(error.entry.path, error.entry)
         except Damaged as error:
-            self._damaged(entry.path, error.status, error)
+            self._damaged(error.entry.path, error.status, error)
+            self._catalog.forget(error.entry.path, error.entry)
         except OSError as error:
             self._count("read_errors")
             self._log.warn("read", "SSD cache: reading %s failed (%s)", entry.path.name, error)
@@ -125,7 +133,8 @@ class ColdStore:
         else:
             seconds = time.perf_counter() - started
             with self._lock:
-                self._counts.update(restores=1, restored_bytes=entry.nbytes, restored_tokens=entry.length)
+                size = sum(one.nbytes for one in entry.chain)
+                self._counts.update(restores=1, restored_bytes=size, restored_tokens=entry.length)
                 self._seconds = {"last": seconds, "total": self._seconds["total"] + seconds}
             return caches
         self._catalog.forget(entry.path, entry)
@@ -141,27 +150,73 @@ class ColdStore:
         meta: Meta,
         *,
         force: bool = False,
+        whole: bool = False,
     ) -> EntryWriter:
         """A writer for one entry: write its tensors in order, then commit, which makes it durable and findable.
 
         `meta` as from `spill.describe`; fingerprint, namespace, length and time are
-        set here. Makes room first. Raises DirectoryFull when the entry cannot fit,
-        Unavailable while the directory rests after a failure (unless `force`), and
-        OSError; the same from the writer.
+        set here. The tensors are to be written whole; what goes into the file is only
+        what the longest stored beginning of the entry does not hold, unless `whole`.
+        When that turns out to hold other numbers, the writer raises NotIdentical: to be
+        tried again with `whole`. Makes room first. Raises DirectoryFull when the entry
+        cannot fit, Unavailable while the directory rests after a failure (unless
+        `force`), and OSError; the same from the writer.
         """
         if self._outage.retry_in("write") > 0 and not force:
             raise Unavailable("The cache directory failed lately.")
         meta = replace(meta, fingerprint=fingerprint, namespace=namespace, length=len(key) // 8, created=time.time_ns())
-        size = file_size(meta)
-        path = self._directory.entry_path(fingerprint, namespace, key)
-        keep = frozenset({path, *(a.path for a in self._catalog.superseded(meta, key))})
+        proof = None if whole else self._continuation(meta, key)
+        try:
+            return self._open(meta, key, proof)
+        except BaseException:
+            if proof is not None:
+                proof.close()
+            raise
+
+    def _continuation(self, meta: Meta, key: bytes) -> Continuation | None:
+        """How to write the entry as what it adds to a stored one; None when it must be whole."""
+        while (found := self._catalog.continued(meta.fingerprint, meta.namespace, key)) is not None:
+            if not any(meta.by_token) or (meta.cuttable and found.length < meta.minimum_reusable):
+                return None
+            if len(found.entry.chain) >= MAX_CHAIN:
+                self._count("compactions")
+                return None
+            for one in found.entry.chain:
+                if inode(one.path) != one.inode:  # also raises for a directory that cannot be reached
+                    self._catalog.forget(one.path, one)
+                    break
+            else:
+                try:
+                    return Continuation(found, meta)
+                except Stale as error:
+                    self._catalog.forget(error.entry.path, error.entry)
+                except BadEntry as error:
+                    logger.debug("SSD cache: not continued: %s", error)
+                    return None
+        return None
+
+    def _open(self, meta: Meta, key: bytes, proof: Continuation | None) -> EntryWriter:
         partial, fd = None, -1
+        keep = {one.path for one in self._catalog.superseded(meta, key)}
         try:
             self._directory.prepare()
             with self._directory.locked():
-                self._evict(size, keep)
+                if proof is not None:
+                    try:
+                        self._evict(file_size(proof.meta), frozenset(keep), frozenset(one.path for one in proof.chain))
+                    except DirectoryFull:  # without the chain there may be room for the whole entry
+                        proof.close()
+                        proof = None
+                if proof is not None:
+                    meta = proof.meta
+                path = self._directory.entry_path(meta.fingerprint, meta.namespace, key, meta.parent)
+                size = file_size(meta)
+                if proof is None:
+                    self._evict(size, frozenset({path, *keep}))
                 partial, fd = self._directory.create_partial(size)
-            return EntryWriter(partial, fd, meta, key, lambda done: self._publish(done, path, meta, key, size))
+            wrote = lambda size: self._add("written_bytes", size)
+            writer = EntryWriter(partial, fd, meta, key, lambda done: self._publish(done, path, writer, key, proof), proof, wrote)
+            return writer
         except DirectoryFull as error:
             self._count("skipped_too_large")
             self._log.warn("large", "SSD cache: %d tokens are not stored: %s", meta.length, error)
@@ -171,6 +226,10 @@ class ColdStore:
                 _discard(partial, fd)
             self.write_failed(error)
             raise
+
+    def not_identical(self) -> None:
+        """Count an entry that could not continue what is stored."""
+        self._count("not_identical")
 
     def write_failed(self, error: OSError) -> None:
         """Note that writing an entry failed: warn once, count, let the directory rest."""
@@ -182,25 +241,69 @@ class ColdStore:
         """Seconds until `begin` is worth calling again after a failure; else 0."""
         return self._outage.retry_in("write")
 
-    def _publish(self, partial: Path, path: Path, meta: Meta, key: bytes, size: int) -> None:
-        entry = cold_entry(path, meta, key, size)
+    def _publish(self, partial: Path, path: Path, writer: EntryWriter, key: bytes, proof: Continuation | None) -> None:
+        meta, size = writer.meta, writer.size
         with self._directory.locked():
-            os.utime(partial, ns=(self._now(), self._now()))
+            if proof is not None:
+                proof.confirm()
+            if self._published_by_another(path):
+                partial.unlink(missing_ok=True)
+                return
+            now = self._now()
+            os.utime(partial, ns=(now, now))
             self._directory.publish(partial, path)
+            parent = proof.chain[-1] if proof is not None else None
+            entry = cold_entry(path, meta, key, size, parent, writer.checksum, inode(path) or (0, 0))
             self._catalog.add(entry)
-            for ancestor in self._catalog.superseded(meta, key):
-                ancestor.path.unlink(missing_ok=True)
-                self._catalog.forget(ancestor.path, ancestor)
-                self._count("superseded")
+            self._remove_superseded(entry, meta)
+            if proof is not None:
+                for one in reversed(proof.chain):
+                    self._used(one.path)
         self._measure()
+        tokens = sum(spec.nbytes for spec, part in zip(meta.tensors, meta.by_token, strict=True) if part)
         with self._lock:
-            self._counts.update(stored=1, stored_bytes=size)
+            self._counts.update(stored=1, stored_bytes=size, new_token_bytes=tokens, continued=int(proof is not None))
         self._outage.worked("write")
 
-    def _evict(self, need: int, keep: frozenset[Path] = frozenset()) -> None:
+    def _published_by_another(self, path: Path) -> bool:
+        """Whether these tokens have a file that others continue, which must stay then. Call with the directory locked."""
+        names, children = self._directory.family(path.parent)
+        name = path.name[:NAME_DIGITS]
+        if not children[name]:
+            return False
+        for there in names.get(name, ()):
+            known = self._catalog.at(there)
+            if known is not None and all(inode(one.path) == one.inode for one in known.chain):
+                return True
+            try:
+                segment = read_segment(there)
+            except (BadEntry, OSError):
+                continue
+            meta = segment.meta
+            parent = self._catalog.parent_for(meta.fingerprint, meta.parent, meta.parent_checksum) if meta.start else None
+            if (found := segment.entry(parent)) is not None and self._catalog.add(found):
+                return True
+        return False
+
+    def _remove_superseded(self, entry: ColdEntry, meta: Meta) -> None:
+        """Remove the files that an entry makes superfluous and that no other needs. Call with the directory locked."""
+        names, children = self._directory.family(entry.path.parent)
+        for twin in names.get(entry.name, ()):
+            if twin != entry.path:
+                twin.unlink(missing_ok=True)
+                self._catalog.forget(twin)
+                children[parent_name(twin)] -= 1
+        for ancestor in reversed(self._catalog.superseded(meta, entry.key)):
+            if children[ancestor.name] == 0:
+                ancestor.path.unlink(missing_ok=True)
+                self._catalog.forget(ancestor.path, ancestor)
+                children[parent_name(ancestor.path)] -= 1
+                self._count("superseded")
+
+    def _evict(self, need: int, keep: frozenset[Path] = frozenset(), pinned: frozenset[Path] = frozenset()) -> None:
         """Make room, and forget what went. Call with the directory locked."""
         try:
-            for path in self._directory.make_room(need, keep):
+            for path in self._directory.make_room(need, keep, pinned):
                 self._catalog.forget(path)
                 self._count("evictions")
         finally:
@@ -218,9 +321,12 @@ class ColdStore:
         with self._lock:
             counts, seconds = Counter(self._counts), dict(self._seconds)
             usage, scans = self._usage, dict(self._scanned)
+        segments, longest_chain = self._catalog.counts()
         return {
             "directory": str(self.root),
             "entries": len(self._catalog),
+            "segments": segments,
+            "longest_chain": longest_chain,
             "bytes": usage,
             "max_bytes": self.max_bytes,
             **{name: counts[name] for name in COUNTERS},
@@ -240,11 +346,11 @@ class ColdStore:
         """Delete all entries (of one model), and all damaged files; returns how many files went. Raises OSError."""
         count = 0
         with self._directory.locked():
-            for file in self._directory.files():
-                if file.kind == "bad" or (file.kind == "entry" and fingerprint in (None, file.owner)):
-                    file.path.unlink(missing_ok=True)
-                    self._catalog.forget(file.path)
-                    count += 1
+            ours = [f for f in self._directory.files() if f.kind == "bad" or (f.kind == "entry" and fingerprint in (None, f.owner))]
+            for file in leaves_first(ours, lambda f: f.used):
+                file.path.unlink(missing_ok=True)
+                self._catalog.forget(file.path)
+                count += 1
             self._measure()
         return count
 
@@ -277,8 +383,7 @@ class ColdStore:
         self._scans.wait_for("")  # which makes the directory
         try:
             files = self._directory.files()
-            for entry in scan(files, fingerprint, self._catalog.knows, self._damaged, counts):
-                self._catalog.add_older(entry)
+            for _ in scan(files, fingerprint, self._catalog, self._damaged, counts):
                 if self._scans.closed:
                     return
             self._measure()
@@ -290,7 +395,7 @@ class ColdStore:
         self._outage.worked("read")
         with self._lock:
             self._scanned[fingerprint] = dict(counts)
-        skipped = ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if why not in ("scanned", "indexed"))
+        skipped = ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if n and why not in ("scanned", "indexed"))
         logger.info(
             "SSD cache %s: scanned %d, indexed %d, skipped: %s; %.2f of %.2f GB used, %.1f GB free on the disk",
             self.root, counts["scanned"], counts["indexed"], skipped or "none", self._usage / 1e9, self.max_bytes / 1e9,
@@ -318,8 +423,11 @@ class ColdStore:
             return self._last_use
 
     def _count(self, name: str) -> None:
+        self._add(name, 1)
+
+    def _add(self, name: str, number: int) -> None:
         with self._lock:
-            self._counts[name] += 1
+            self._counts[name] += number
 
 
 def _discard(partial: Path, fd: int) -> None:
