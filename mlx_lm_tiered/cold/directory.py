@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .family import NAME_DIGITS, DiskFile, entry_name, leaves_first, parent_name, parentless
+from .family import NAME_DIGITS, DiskFile, entry_name, leaves_first, parent_name, rootless
 from .locks import FileLock
 from .writer import sync_directory
 
@@ -123,7 +123,7 @@ class Directory:
     def make_room(self, need: int, keep: frozenset[Path] = frozenset(), pinned: frozenset[Path] = frozenset()) -> list[Path]:
         """Evict until `need` more bytes fit under the cap; returns the entries that went.
 
-        Damaged files go first, then entries whose parent is missing, then entries
+        Damaged files go first, then entries that lack what they continue, then entries
         by last use, whatever model they belong to, but none before those that
         continue it; `keep` goes last, `pinned` never. Raises DirectoryFull when
         evicting everything would not do, and evicts nothing then. Call with the
@@ -135,12 +135,11 @@ class Directory:
         if used + need <= self.max_bytes:
             return []
         files = [file for file, _ in walked if file is not None and file.kind in ("entry", "bad")]
-        victims = [file for file in files if file.path not in pinned]
-        if used - sum(file.charge for file in victims) + need > self.max_bytes:
+        if used - sum(file.charge for file in files if file.path not in pinned) + need > self.max_bytes:
             raise DirectoryFull(f"{need} bytes do not fit under the cap of {self.max_bytes} beside what is not ours to evict.")
-        orphans = parentless(files)
+        adrift = rootless(files)
         gone = []
-        for file in leaves_first(victims, lambda f: (f.path in keep, f.kind != "bad", f.path not in orphans, f.used)):
+        for file in leaves_first(files, lambda f: (f.path in keep, f.kind != "bad", f.path not in adrift, f.used), pinned):
             file.path.unlink(missing_ok=True)
             used -= file.charge
             if file.kind == "entry":

@@ -47,30 +47,46 @@ def entry_name(namespace: str, key: bytes, parent: str = "") -> str:
     return f"{name}-{parent}.safetensors" if parent else f"{name}.safetensors"
 
 
-def leaves_first(files: list[DiskFile], rank: Callable[[DiskFile], Any]) -> Iterator[DiskFile]:
-    """The files in the order of `rank`, but none before those that continue it. Judged by names alone; what continues itself in a circle comes last."""
-    children = Counter((file.path.parent, file.parent) for file in files if file.parent)
-    names: dict[tuple[Path, str], list[DiskFile]] = {}
-    for file in files:
-        names.setdefault((file.path.parent, file.name), []).append(file)
+def leaves_first(
+    files: list[DiskFile], rank: Callable[[DiskFile], Any], pinned: frozenset[Path] = frozenset()
+) -> Iterator[DiskFile]:
+    """The files without `pinned` in the order of `rank`, but none before those that continue it. Judged by names alone."""
+    names = _by_name(files)
+    adrift = rootless(files)
+    children = Counter((file.path.parent, file.parent) for file in files if file.parent and file.path not in adrift)
     numbers = itertools.count()  # files that rank the same cannot be compared
-    free = [(rank(file), next(numbers), file) for file in files if not children[file.path.parent, file.name]]
+    left = dict.fromkeys(file for file in files if file.path not in pinned)
+    free = [(rank(file), next(numbers), file) for file in left if file.path in adrift or not children[file.path.parent, file.name]]
     heapq.heapify(free)
-    left = dict.fromkeys(files)
     while free:
         _, _, file = heapq.heappop(free)
         del left[file]
         yield file
         place = file.path.parent, file.parent
-        if file.parent:
+        if file.parent and file.path not in adrift:
             children[place] -= 1
             if not children[place]:
                 for parent in names.get(place, ()):
-                    heapq.heappush(free, (rank(parent), next(numbers), parent))
-    yield from sorted(left, key=rank)
+                    if parent in left and parent.path not in adrift:
+                        heapq.heappush(free, (rank(parent), next(numbers), parent))
+    yield from sorted(left, key=rank)  # several files of one name can still stand in a circle
 
 
-def parentless(files: list[DiskFile]) -> set[Path]:
-    """Those that continue a file that is not there."""
-    names = {(file.path.parent, file.name) for file in files}
-    return {file.path for file in files if file.parent and (file.path.parent, file.parent) not in names}
+def rootless(files: list[DiskFile]) -> set[Path]:
+    """The files that no whole entry leads to: what they continue is missing, or themselves. Judged by names alone."""
+    children: dict[tuple[Path, str], list[DiskFile]] = {}
+    for file in files:
+        children.setdefault((file.path.parent, file.parent), []).append(file)
+    adrift = {file.path for file in files if file.parent}
+    level = [file for file in files if not file.parent]
+    while level:
+        level = [child for file in level for child in children.get((file.path.parent, file.name), ()) if child.path in adrift]
+        adrift.difference_update(child.path for child in level)
+    return adrift
+
+
+def _by_name(files: list[DiskFile]) -> dict[tuple[Path, str], list[DiskFile]]:
+    names: dict[tuple[Path, str], list[DiskFile]] = {}
+    for file in files:
+        names.setdefault((file.path.parent, file.name), []).append(file)
+    return names

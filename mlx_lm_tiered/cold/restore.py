@@ -11,7 +11,7 @@ from .. import caches as kinds
 from .catalog import ColdEntry
 from .format import BadEntry, ForeignEntry, Meta
 from .health import Checking
-from .reader import Assembly, EntryReader, open_entry
+from .reader import Assembly, EntryReader, open_entry, shared
 
 
 class Lost(Exception):
@@ -43,6 +43,8 @@ def read_caches(entry: ColdEntry, checking: Checking, used: Callable[[int], None
         verify = checking.wanted()
         meta = readers[-1].header.meta
         with _blaming(entry, readers[-1].status):
+            for reader in readers[:-1]:
+                shared(meta, reader.header.meta)  # before anything is allocated: so all its bytes are in the files
             assembly = Assembly(meta)
         for one, reader, until in zip(chain, readers, [*starts[1:], meta.length], strict=True):
             with _blaming(one, reader.status):

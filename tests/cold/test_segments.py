@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import mlx.core as mx
 import pytest
-from cold_helpers import FINGERPRINT, disk_bytes, flush, grown, job, plain, recurrent, restore, same, save, scanned, wrapped
+from cold_helpers import FINGERPRINT, flush, grown, job, plain, restore, same, save, scanned
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from mlx_lm_tiered import caches as kinds
@@ -214,7 +213,7 @@ def test_an_answer_that_came_back_in_other_tokens_is_cut_off(tmp_path):
     second = save(store, job(tokens, caches))
     assert (meta(second).start, meta(second).parent) == (280, first.name[:32])
     third_tokens = [*tokens[:350], *range(5000, 5050)]
-    third = save(store, job(third_tokens, kinds.lend([*caches], 380)[:0] or grown_on(caches, 350, 400)))
+    third = save(store, job(third_tokens, grown_on(caches, 350, 400)))
     assert meta(third).start == 350
     store = scanned(root)
     assert same(restore(store, range(300)), grown(300))
@@ -335,6 +334,22 @@ def test_eviction_takes_the_end_of_the_chain_used_least(tmp_path, monkeypatch):
     assert gone == [a[2], b[1], b[0], a[1]]
 
 
+def test_making_room_for_a_child_spares_its_chain_and_keeps_others_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "SIDE_ROOM", 0)
+    root = tmp_path / "c"
+    store = scanned(root)
+    (base,) = talk(store, 100)
+    other = [*range(100), *range(5000, 5400)]
+    forks = [save(store, job(other[:n], grown(n))) for n in (200, 300, 400)]
+    usage = store._directory.usage()
+    store = scanned(root, usage + 4096)
+    (child,) = talk(store, 220)
+    assert meta(child).start == 100 and base.exists()
+    left = [path.exists() for path in forks]
+    assert left == sorted(left, reverse=True) and not all(left)
+    assert scanned(root).stats()["scans"][FINGERPRINT]["without parent"] == 0
+
+
 def test_clearing_takes_all_of_a_chain_children_first(tmp_path, monkeypatch):
     root = tmp_path / "c"
     store = scanned(root)
@@ -362,7 +377,7 @@ def test_a_parent_deleted_while_its_child_is_written_is_noticed(tmp_path):
     with pytest.raises(NotIdentical):
         writer.commit()
     writer.abort()
-    assert disk_bytes(store.root / "v1") == 0 if (store.root / "lock").exists() else False
+    assert files(store.root) == [] and list((store.root / "tmp").iterdir()) == []
     assert meta(save(store, child)).start == 0
 
 
