@@ -100,8 +100,8 @@ class Catalog:
             best = index.closest(key) if index is not None else None
         return Found(*best) if best else None
 
-    def continued(self, fingerprint: str, namespace: str, key: bytes) -> Found | None:
-        """The entry that an entry of `key` might continue, and from which token on.
+    def continued(self, fingerprint: str, namespace: str, key: bytes, limit: int) -> Found | None:
+        """The entry that an entry of `key` might continue, and from which token on, `limit` at most.
 
         That of the longest shared prefix, whose tail after it, if there is one, is no
         longer than what it saves to write: it will be kept as long as the new entry.
@@ -109,7 +109,7 @@ class Catalog:
         length = len(key) // 8
         with self._lock:
             index = self._indexes.get((fingerprint, namespace))
-            best = index.best(key, lambda entry, common: common if common < length else 0) if index is not None else None
+            best = index.best(key, lambda entry, common: min(common, limit) if common < length else 0) if index is not None else None
         if best is None:
             return None
         entry, start = best

@@ -23,7 +23,11 @@ from .reader import EntryReader, open_entry, shared
 
 
 class NotIdentical(Exception):
-    """The chain's files hold other numbers for these tokens, or are no longer there: the entry must be written whole."""
+    """The chain holds other numbers for the tokens from `since` on, or no longer holds them: the entry may only continue what is before."""
+
+    def __init__(self, reason: str, since: int):
+        super().__init__(reason)
+        self.since = since
 
 
 class Stale(Exception):
@@ -105,13 +109,14 @@ class Continuation:
             reader = self._readers.get(link)
             expected = reader.digest_of_first(there, link.until - link.entry.start) if reader else link.header.checksums[there]
             if hasher.hexdigest() != expected:
-                raise NotIdentical(f"The tokens up to {link.until} were computed with other numbers before.")
+                since = link.entry.start
+                raise NotIdentical(f"Tokens {since} to {link.until} have other numbers on disk.", since)
 
     def confirm(self) -> None:
         """Check that the chain's files are in place. Raises NotIdentical, OSError. Call with the directory locked, so that they stay."""
         for entry in self.chain:
             if inode(entry.path) != entry.inode:
-                raise NotIdentical(f"{entry.path.name} is no longer there.")
+                raise NotIdentical(f"{entry.path.name} is no longer there.", entry.start)
 
     def close(self) -> None:
         self._files.close()

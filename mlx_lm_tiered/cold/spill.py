@@ -140,8 +140,8 @@ class SpillQueue:
                 self._fail(job, error, retry=False)
             return True
         fingerprint, namespace, key = job.place
-        whole = job.whole
-        write = Write(lambda: self._store.begin(fingerprint, namespace, key, meta, force=force, whole=whole), self._settled)
+        until = job.continue_until
+        write = Write(lambda: self._store.begin(fingerprint, namespace, key, meta, force=force, continue_until=until), self._settled)
         with self._condition:
             self._writes[write] = job
         self._feed = _Feed(job, write, iter(tensors.items()))
@@ -229,7 +229,7 @@ class SpillQueue:
             elif isinstance(error, Closed):
                 self._drop(job)
             elif isinstance(error, NotIdentical) and not self._closed:
-                self._again_whole(job)
+                self._continue_less(job, error.since)
             else:
                 if isinstance(error, OSError) and write.opened:
                     self._store.write_failed(error)
@@ -278,10 +278,10 @@ class SpillQueue:
         self._jobs.insert(0, job)
         self._enforce_cap()
 
-    def _again_whole(self, job: Job) -> None:
-        """Put a job back that cannot continue what is stored: not a failure, and its turn now."""
+    def _continue_less(self, job: Job, until: int) -> None:
+        """Put a job back that cannot continue all that is stored: not a failure, and its turn now."""
         self._store.not_identical()
-        job.whole, job.due, job.announced, job.tried_by_flush = True, self._clock(), False, 0
+        job.continue_until, job.due, job.announced, job.tried_by_flush = until, self._clock(), False, 0
         self._jobs.insert(0, job)
         self._enforce_cap()
 

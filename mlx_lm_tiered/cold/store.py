@@ -150,22 +150,23 @@ class ColdStore:
         meta: Meta,
         *,
         force: bool = False,
-        whole: bool = False,
+        continue_until: int | None = None,
     ) -> EntryWriter:
         """A writer for one entry: write its tensors in order, then commit, which makes it durable and findable.
 
         `meta` as from `spill.describe`; fingerprint, namespace, length and time are
         set here. The tensors are to be written whole; what goes into the file is only
-        what the longest stored beginning of the entry does not hold, unless `whole`.
-        When that turns out to hold other numbers, the writer raises NotIdentical: to be
-        tried again with `whole`. Makes room first. Raises DirectoryFull when the entry
+        what the longest stored beginning of the entry does not hold, of which no more
+        than `continue_until` tokens are used. When that beginning turns out to hold
+        other numbers, the writer raises NotIdentical, and its `since` is what
+        `continue_until` should be in the next try. Makes room first. Raises DirectoryFull when the entry
         cannot fit, Unavailable while the directory rests after a failure (unless
         `force`), and OSError; the same from the writer.
         """
         if self._outage.retry_in("write") > 0 and not force:
             raise Unavailable("The cache directory failed lately.")
         meta = replace(meta, fingerprint=fingerprint, namespace=namespace, length=len(key) // 8, created=time.time_ns())
-        proof = None if whole else self._continuation(meta, key)
+        proof = self._continuation(meta, key, meta.length if continue_until is None else continue_until)
         try:
             return self._open(meta, key, proof)
         except BaseException:
@@ -173,9 +174,9 @@ class ColdStore:
                 proof.close()
             raise
 
-    def _continuation(self, meta: Meta, key: bytes) -> Continuation | None:
+    def _continuation(self, meta: Meta, key: bytes, limit: int) -> Continuation | None:
         """How to write the entry as what it adds to a stored one; None when it must be whole."""
-        while (found := self._catalog.continued(meta.fingerprint, meta.namespace, key)) is not None:
+        while (found := self._catalog.continued(meta.fingerprint, meta.namespace, key, limit)) is not None:
             if not any(meta.by_token) or (meta.cuttable and found.length < meta.minimum_reusable):
                 return None
             if len(found.entry.chain) >= MAX_CHAIN:

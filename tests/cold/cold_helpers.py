@@ -70,17 +70,18 @@ def job(tokens: Sequence[int], caches: list | None = None, identity: Identity = 
     return Job(identity, "", token_key(tokens), caches, role)
 
 
-def save(store: ColdStore, saved: Job, whole: bool = False) -> Path:
+def save(store: ColdStore, saved: Job, until: int | None = None) -> Path:
     """Write one entry, without a queue. Returns its path."""
     meta, tensors = describe(saved)
-    writer = store.begin(*saved.place, meta, whole=whole)
+    writer = store.begin(*saved.place, meta, continue_until=until)
     try:
         for name, array in tensors.items():
             writer.write(name, to_bytes(array))
         writer.commit()
-    except NotIdentical:
+    except NotIdentical as error:
         writer.abort()
-        return save(store, saved, whole=True)
+        assert until is None or error.since < until
+        return save(store, saved, error.since)
     except BaseException:
         writer.abort()
         raise

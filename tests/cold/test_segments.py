@@ -159,14 +159,17 @@ def test_a_prefix_needs_no_more_than_the_files_that_hold_it(tmp_path, monkeypatc
     assert sum(read) == 300 * 2 * 2 * 2 * 64 * 4
 
 
-def test_other_numbers_for_the_same_tokens_are_written_whole(tmp_path):
+@pytest.mark.parametrize(("token", "kept"), [(50, 0), (150, 1), (250, 2)])
+def test_other_numbers_for_the_same_tokens_are_not_continued(tmp_path, token, kept):
     store = scanned(tmp_path / "c")
-    first, second = talk(store, 100, 200)
-    other = grown(300)
-    other[1].values[0, 1, 150, 3] += 1e-3  # one number of one token of one layer
-    third = save(store, job(range(300), other))
-    assert meta(third).start == 0 and files(store.root) == [third]
-    assert same(restore(scanned(store.root), range(300)), other)
+    paths = talk(store, 100, 200, 300)
+    other = grown(400)
+    other[1].values[0, 1, token, 3] += 1e-3  # one number of one token of one layer
+    last = save(store, job(range(400), other))
+    assert meta(last).start == 100 * kept
+    # Those that nobody continues any more are served by the new one.
+    assert [path.exists() for path in paths] == [True] * kept + [False] * (3 - kept)
+    assert same(restore(scanned(store.root), range(400)), other)
 
 
 def test_the_queue_writes_whole_what_cannot_continue(tmp_path):
