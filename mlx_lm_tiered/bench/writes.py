@@ -1,14 +1,13 @@
 """What a conversation writes: bytes per byte of its new tokens' KV, over many turns with a flush after each.
 
-Then the same question is asked from three sides: of the server that has the
-conversation in RAM, of a new server that has the directory as it was after the last
-flush, and of a server that has nothing. A server counts as started when it has
+Then the last turn's request is made three times more: of the server that has the
+conversation in RAM, of a new server on the same directory, and of a server that has
+nothing. A server counts as started when it has
 answered a first short request, so no figure contains the loading of the model.
 """
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ from .server import ServerFailed, tiered_flags
 
 def run(model: Path, turns: int, turn_tokens: int = 200, max_tokens: int = 32) -> dict[str, Any]:
     """Measure it; a user's turn has about `turn_tokens` tokens, an answer `max_tokens` at most. Times are seconds. Raises ServerFailed, RequestFailed."""
-    text = long_document(model, turn_tokens * (turns + 1))
-    size = len(text) // (turns + 1)
-    questions = [text[i * size : (i + 1) * size] + f"\n\nPart {i + 1}. What is it about?" for i in range(turns + 1)]
+    text = long_document(model, turn_tokens * turns)
+    size = len(text) // turns
+    questions = [text[i * size : (i + 1) * size] + f"\n\nPart {i + 1}. What is it about?" for i in range(turns)]
     with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-") as scratch:
         directory, log = Path(scratch) / "talk", Path(scratch) / "server.log"
         chat: list[dict[str, str]] = []
@@ -34,22 +33,19 @@ def run(model: Path, turns: int, turn_tokens: int = 200, max_tokens: int = 32) -
         with started(model, log, tiered_flags(directory)) as server:
             flush(server)
             before = written_bytes(server)
-            for i, question in enumerate(questions[:-1], 1):
+            for i, question in enumerate(questions, 1):
                 chat.append({"role": "user", "content": question})
                 answer = ask(server, f"turn {i} of {turns}", chat, max_tokens)
                 flush(server)
                 written.append(written_bytes(server))
-                chat.append({"role": "assistant", "content": answer.text})
+                if i < turns:
+                    chat.append({"role": "assistant", "content": answer.text})
             tokens, kv_bytes = stored(directory)
             ssd = server.stats()["ssd"]
-            # What the next turn stores must not help the server that is to be restarted.
-            copy = Path(scratch) / "copy"
-            shutil.copytree(directory, copy)
-            chat.append({"role": "user", "content": questions[-1]})
             ram = ask(server, "from RAM", chat, max_tokens)
-        dropped = drop_page_cache(copy)
+        dropped = drop_page_cache(directory)
         answers: dict[str, Answer] = {"ram": ram}
-        for name, place in (("restart", copy), ("cold", Path(scratch) / "cold")):
+        for name, place in (("restart", directory), ("cold", Path(scratch) / "cold")):
             with started(model, log, tiered_flags(place)) as server:
                 answers[name] = ask(server, name, chat, max_tokens)
     total = written[-1] - before
