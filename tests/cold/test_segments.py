@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import mlx.core as mx
@@ -337,6 +338,36 @@ def test_eviction_takes_the_end_of_the_chain_used_least(tmp_path, monkeypatch):
     assert gone == [a[2], b[1], b[0], a[1]]
 
 
+def test_no_time_stamp_makes_a_parent_go_before_its_children(tmp_path, monkeypatch):
+    """Times may come back from a backup in any order."""
+    monkeypatch.setattr(directory, "SIDE_ROOM", 0)
+    root = tmp_path / "c"
+    store = scanned(root)
+    first, second, third = talk(store, 100, 200, 300)
+    lone = save(store, job(range(5000, 5100), grown(100, seed=2)))
+    for age, path in enumerate((third, lone, second, first)):
+        os.utime(path, ns=(10**18 - age * 10**9,) * 2)
+    order = []
+    while len(files(root)) > 1:
+        before = set(files(root))
+        scanned(root, store._directory.usage() - 4096).close()
+        order += before - set(files(root))
+    assert order == [lone, third, second]
+    assert scanned(root).clear() == 1
+
+
+def test_clearing_ignores_time_stamps_too(tmp_path, monkeypatch):
+    root = tmp_path / "c"
+    store = scanned(root)
+    paths = talk(store, 100, 200, 300)
+    for age, path in enumerate(reversed(paths)):
+        os.utime(path, ns=(10**18 - age * 10**9,) * 2)
+    order = []
+    unlink = type(paths[0]).unlink
+    monkeypatch.setattr(type(paths[0]), "unlink", lambda self, **options: order.append(self) or unlink(self, **options))
+    assert store.clear() == 3 and order == paths[::-1]
+
+
 def test_making_room_for_a_child_spares_its_chain_and_keeps_others_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(directory, "SIDE_ROOM", 0)
     root = tmp_path / "c"
@@ -351,17 +382,6 @@ def test_making_room_for_a_child_spares_its_chain_and_keeps_others_whole(tmp_pat
     left = [path.exists() for path in forks]
     assert left == sorted(left, reverse=True) and not all(left)
     assert scanned(root).stats()["scans"][FINGERPRINT]["without parent"] == 0
-
-
-def test_clearing_takes_all_of_a_chain_children_first(tmp_path, monkeypatch):
-    root = tmp_path / "c"
-    store = scanned(root)
-    paths = talk(store, 100, 200, 300)
-    order = []
-    unlink = type(paths[0]).unlink
-    monkeypatch.setattr(type(paths[0]), "unlink", lambda self, **options: order.append(self) or unlink(self, **options))
-    assert store.clear() == 3
-    assert order == paths[::-1] and store.stats()["entries"] == 0
 
 
 def test_a_parent_deleted_while_its_child_is_written_is_noticed(tmp_path):
