@@ -103,8 +103,9 @@ class Catalog:
     def continued(self, fingerprint: str, namespace: str, key: bytes, limit: int) -> Found | None:
         """The entry that an entry of `key` might continue, and from which token on, `limit` at most.
 
-        That of the longest shared prefix, whose tail after it, if there is one, is no
-        longer than what it saves to write: it will be kept as long as the new entry.
+        That of the longest shared prefix, or one that it continues itself: what it
+        holds behind that prefix must be no more than what need not be written, because
+        it will be kept as long as the new entry.
         """
         length = len(key) // 8
         with self._lock:
@@ -113,9 +114,12 @@ class Catalog:
         if best is None:
             return None
         entry, start = best
-        while entry.parent is not None and start <= entry.start:
+        while start <= entry.start or entry.length - start > start:
+            if entry.parent is None:
+                return None
+            start = min(start, entry.start)
             entry = entry.parent
-        return Found(entry, start) if entry.length - start <= start else None
+        return Found(entry, start)
 
     def superseded(self, meta: Meta, key: bytes) -> list[ColdEntry]:
         """Entries that an entry of `meta` and `key` makes superfluous: strict prefixes that it can serve itself."""

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import xxhash
 
-from .catalog import ColdEntry, Found
-from .format import DTYPES, Header, Meta, TensorSpec
+from .catalog import MAX_CHAIN, Catalog, ColdEntry, Found
+from .format import DTYPES, BadEntry, Header, Meta, TensorSpec
+from .health import logger
 from .reader import EntryReader, open_entry, shared
 
 
@@ -36,6 +37,10 @@ class Stale(Exception):
     def __init__(self, entry: ColdEntry):
         super().__init__(f"{entry.path.name} was replaced.")
         self.entry = entry
+
+
+class ChainFull(Exception):
+    """What would be continued has as many files as a chain may have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +137,34 @@ class Continuation:
                 # What is continued within a file has no checksum there: it is read again, tensor by tensor.
                 self._readers[link] = reader
                 self._files.push(files.pop_all())
+
+
+def continuation(catalog: Catalog, meta: Meta, key: bytes, limit: int) -> Continuation | None:
+    """How the entry of `meta` can continue a stored one, of which it uses `limit` tokens at most; None when there is none. Raises ChainFull, OSError.
+
+    Entries whose files turn out to be gone or replaced leave the catalog.
+    """
+    if not any(meta.by_token):
+        return None
+    while (found := catalog.continued(meta.fingerprint, meta.namespace, key, limit)) is not None:
+        if meta.cuttable and found.length < meta.minimum_reusable:
+            return None
+        chain = found.entry.chain
+        if len(chain) >= MAX_CHAIN:
+            raise ChainFull
+        gone = next((one for one in chain if inode(one.path) != one.inode), None)
+        try:
+            if gone is None:
+                return Continuation(found, meta)
+        except Stale as error:
+            gone = error.entry
+        except FileNotFoundError:
+            continue  # only just: the next look says which
+        except BadEntry as error:
+            logger.debug("SSD cache: %d tokens are not continued: %s", found.length, error)
+            return None
+        catalog.forget(gone.path, gone)
+    return None
 
 
 def inode(path: Path) -> tuple[int, int] | None:

@@ -226,10 +226,10 @@ class SpillQueue:
             if error is None:
                 self._counts["written"] += 1
                 self._ledger.clear(job.place)
-            elif isinstance(error, Closed):
-                self._drop(job)
             elif isinstance(error, NotIdentical) and not self._closed:
                 self._continue_less(job, error.since)
+            elif isinstance(error, (Closed, NotIdentical)):
+                self._drop(job)
             else:
                 if isinstance(error, OSError) and write.opened:
                     self._store.write_failed(error)

@@ -7,19 +7,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .catalog import MAX_CHAIN, Catalog, ColdEntry, Found
+from .catalog import Catalog, ColdEntry, Found
 from .directory import Directory, DirectoryFull
-from .family import NAME_DIGITS, leaves_first, parent_name
+from .family import leaves_first
 from .format import BadEntry, Meta, file_size
 from .health import Bounded, Checking, Outage, logger
 from .listing import Listed, listing
+from .placing import continued_file, remove_superseded
 from .restore import Damaged, Lost, read_caches
-from .scan import Scans, cold_entry, read_segment, scan
-from .segments import Continuation, NotIdentical, Stale, inode
+from .scan import Scans, cold_entry, scan
+from .segments import ChainFull, Continuation, NotIdentical, continuation, inode
 from .writer import EntryWriter
 
 __all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "NotIdentical", "Unavailable"]
@@ -175,26 +177,11 @@ class ColdStore:
             raise
 
     def _continuation(self, meta: Meta, key: bytes, limit: int) -> Continuation | None:
-        """How to write the entry as what it adds to a stored one; None when it must be whole."""
-        while (found := self._catalog.continued(meta.fingerprint, meta.namespace, key, limit)) is not None:
-            if not any(meta.by_token) or (meta.cuttable and found.length < meta.minimum_reusable):
-                return None
-            if len(found.entry.chain) >= MAX_CHAIN:
-                self._count("compactions")
-                return None
-            for one in found.entry.chain:
-                if inode(one.path) != one.inode:  # also raises for a directory that cannot be reached
-                    self._catalog.forget(one.path, one)
-                    break
-            else:
-                try:
-                    return Continuation(found, meta)
-                except Stale as error:
-                    self._catalog.forget(error.entry.path, error.entry)
-                except BadEntry as error:
-                    logger.debug("SSD cache: not continued: %s", error)
-                    return None
-        return None
+        try:
+            return continuation(self._catalog, meta, key, limit)
+        except ChainFull:
+            self._count("compactions")
+            return None
 
     def _open(self, meta: Meta, key: bytes, proof: Continuation | None) -> EntryWriter:
         partial, fd = None, -1
@@ -247,8 +234,9 @@ class ColdStore:
         with self._directory.locked():
             if proof is not None:
                 proof.confirm()
-            if self._published_by_another(path):
+            if (there := continued_file(self._directory, self._catalog, path)) is not None:
                 partial.unlink(missing_ok=True)
+                self._use(there)
                 return
             now = self._now()
             os.utime(partial, ns=(now, now))
@@ -256,50 +244,15 @@ class ColdStore:
             parent = proof.chain[-1] if proof is not None else None
             entry = cold_entry(path, meta, key, size, parent, writer.checksum, inode(path) or (0, 0))
             self._catalog.add(entry)
-            self._remove_superseded(entry, meta)
-            if proof is not None:
-                for one in reversed(proof.chain):
-                    self._used(one.path)
+            for _ in remove_superseded(self._directory, self._catalog, entry, meta):
+                self._count("superseded")
+            if parent is not None:
+                self._use(parent)
         self._measure()
         tokens = sum(spec.nbytes for spec, part in zip(meta.tensors, meta.by_token, strict=True) if part)
         with self._lock:
             self._counts.update(stored=1, stored_bytes=size, new_token_bytes=tokens, continued=int(proof is not None))
         self._outage.worked("write")
-
-    def _published_by_another(self, path: Path) -> bool:
-        """Whether these tokens have a file that others continue, which must stay then. Call with the directory locked."""
-        names, children = self._directory.family(path.parent)
-        name = path.name[:NAME_DIGITS]
-        if not children[name]:
-            return False
-        for there in names.get(name, ()):
-            known = self._catalog.at(there)
-            if known is not None and all(inode(one.path) == one.inode for one in known.chain):
-                return True
-            try:
-                segment = read_segment(there)
-            except (BadEntry, OSError):
-                continue
-            meta = segment.meta
-            parent = self._catalog.parent_for(meta.fingerprint, meta.parent, meta.parent_checksum) if meta.start else None
-            if (found := segment.entry(parent)) is not None and self._catalog.add(found):
-                return True
-        return False
-
-    def _remove_superseded(self, entry: ColdEntry, meta: Meta) -> None:
-        """Remove the files that an entry makes superfluous and that no other needs. Call with the directory locked."""
-        names, children = self._directory.family(entry.path.parent)
-        for twin in names.get(entry.name, ()):
-            if twin != entry.path:
-                twin.unlink(missing_ok=True)
-                self._catalog.forget(twin)
-                children[parent_name(twin)] -= 1
-        for ancestor in reversed(self._catalog.superseded(meta, entry.key)):
-            if children[ancestor.name] == 0:
-                ancestor.path.unlink(missing_ok=True)
-                self._catalog.forget(ancestor.path, ancestor)
-                children[parent_name(ancestor.path)] -= 1
-                self._count("superseded")
 
     def _evict(self, need: int, keep: frozenset[Path] = frozenset(), pinned: frozenset[Path] = frozenset()) -> None:
         """Make room, and forget what went. Call with the directory locked."""
@@ -411,6 +364,12 @@ class ColdStore:
                 self._count("quarantined")
         except OSError as failure:
             logger.debug("SSD cache: quarantine: %s", failure)
+
+    def _use(self, entry: ColdEntry) -> None:
+        """Note the use of an entry, in all its files."""
+        with suppress(OSError):  # recency is not worth what was just done
+            for one in reversed(entry.chain):
+                self._used(one.path)
 
     def _used(self, file: Path | int) -> None:
         """Note the use of a file, in the file. Raises OSError."""

@@ -11,7 +11,7 @@ from cold_helpers import FINGERPRINT, flush, grown, job, plain, restore, same, s
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from mlx_lm_tiered import caches as kinds
-from mlx_lm_tiered.cold import catalog, directory, reader
+from mlx_lm_tiered.cold import catalog, directory, reader, segments
 from mlx_lm_tiered.cold.listing import check, entries
 from mlx_lm_tiered.cold.reader import open_entry
 from mlx_lm_tiered.cold.spill import SpillQueue
@@ -242,6 +242,14 @@ def test_a_long_useless_tail_is_not_kept_alive(tmp_path):
     assert meta(second).start == 0
 
 
+def test_the_part_before_a_long_useless_tail_is_continued(tmp_path):
+    store = scanned(tmp_path / "c")
+    first, second = talk(store, 100, 900)
+    third = save(store, job([*range(120), *range(1000, 1100)], grown(220)))
+    assert (meta(third).start, meta(third).parent) == (100, first.name[:32])
+    assert same(restore(scanned(store.root), [*range(120), *range(1000, 1100)]), grown(220))
+
+
 def test_what_may_not_be_reused_so_early_is_not_continued(tmp_path, monkeypatch):
     store = scanned(tmp_path / "c")
     talk(store, 100)
@@ -250,10 +258,8 @@ def test_what_may_not_be_reused_so_early_is_not_continued(tmp_path, monkeypatch)
 
 
 def test_a_chain_at_its_longest_is_followed_by_a_whole_entry(tmp_path, monkeypatch):
-    from mlx_lm_tiered.cold import store as store_module
-
     monkeypatch.setattr(catalog, "MAX_CHAIN", 4)
-    monkeypatch.setattr(store_module, "MAX_CHAIN", 4)
+    monkeypatch.setattr(segments, "MAX_CHAIN", 4)
     root = tmp_path / "c"
     store = scanned(root)
     fork = [*range(20), *range(500, 520)]
