@@ -16,11 +16,12 @@ from .settings import format_size
 
 @dataclass(frozen=True)
 class Listed:
-    """One entry. `age_s` is seconds since its last use; `fault` says why it cannot be used, empty when it can."""
+    """One entry. `new_tokens` are those that its own file holds; `age_s` is seconds since its last use; `fault` says why it cannot be used, empty when it can."""
 
     file: str
     model: str
     tokens: int
+    new_tokens: int
     bytes: int
     age_s: float
     fingerprint: str
@@ -36,8 +37,9 @@ def entries(root: Path, verify: bool = False) -> Iterator[Listed]:
         fault = found.problem or (listing.check(found.path) if verify else "")
         model = str(found.meta.provenance.get("model") or "") if found.meta else ""
         tokens = found.meta.length if found.meta else 0
+        new = found.meta.length - found.meta.start if found.meta else 0
         age = max(0.0, time.time() - found.used / 1e9)
-        yield Listed(found.path.name, model, tokens, found.nbytes, age, found.fingerprint, fault)
+        yield Listed(found.path.name, model, tokens, new, found.nbytes, age, found.fingerprint, fault)
 
 
 def clear(root: Path, dry_run: bool) -> tuple[int, int]:

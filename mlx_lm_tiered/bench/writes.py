@@ -9,6 +9,7 @@ answered a first short request, so no figure contains the loading of the model.
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from mlx_lm_tiered.progress import Progress
 
 from .client import Answer
 from .restart import ask, drop_page_cache, started
-from .server import ServerFailed, tiered_flags
+from .server import Server, ServerFailed, tiered_flags
+
+FINGERPRINT_WAIT = 120.0  # seconds
 
 
 def run(model: Path, turns: int, turn_tokens: int = 200, max_tokens: int = 32) -> dict[str, Any]:
@@ -75,15 +78,19 @@ def run(model: Path, turns: int, turn_tokens: int = 200, max_tokens: int = 32) -
     }
 
 
-def flush(server: Any) -> None:
+def flush(server: Server) -> None:
     """Have everything on disk. Raises ServerFailed when that is refused."""
     with Progress("flush"):
+        deadline = time.monotonic() + FINGERPRINT_WAIT
         status, report = server.flush()
+        while status != 200 and report["failed"] == report["dropped"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.5)  # right after a start the weights' fingerprint is not known yet, and nothing can be written
+            status, report = server.flush()
     if status != 200:
         raise ServerFailed(f"the flush was not complete: {report}")
 
 
-def written_bytes(server: Any) -> int:
+def written_bytes(server: Server) -> int:
     return server.stats()["ssd"]["written_bytes"]
 
 

@@ -243,7 +243,9 @@ class ColdStore:
             self._directory.publish(partial, path)
             parent = proof.chain[-1] if proof is not None else None
             entry = cold_entry(path, meta, key, size, parent, writer.checksum, inode(path) or (0, 0))
-            self._catalog.add(entry)
+            if not self._catalog.add(entry):  # the parent left it just now: it was found to be damaged
+                path.unlink(missing_ok=True)
+                raise NotIdentical(f"{path.name} lost its parent.", 0)
             for _ in remove_superseded(self._directory, self._catalog, entry, meta):
                 self._count("superseded")
             if parent is not None:

@@ -410,6 +410,21 @@ def test_a_parent_deleted_while_its_child_is_written_is_noticed(tmp_path):
     assert meta(save(store, child)).start == 0
 
 
+def test_a_parent_found_damaged_while_its_child_is_put_in_place(tmp_path, monkeypatch):
+    store = scanned(tmp_path / "c")
+    (first,) = talk(store, 100)
+    publish = directory.Directory.publish
+
+    def meanwhile(self, partial, path):
+        publish(self, partial, path)
+        monkeypatch.undo()
+        store._catalog.forget(first)
+
+    monkeypatch.setattr(directory.Directory, "publish", meanwhile)
+    (second,) = talk(store, 200)
+    assert meta(second).start == 0 and same(restore(scanned(store.root), range(200)), grown(200))
+
+
 def test_tokens_that_others_continue_keep_their_file(tmp_path):
     """Another process that computed the same tokens with other numbers must not take the ground from under a chain."""
     ours, theirs = scanned(tmp_path / "c"), scanned(tmp_path / "c")
