@@ -37,7 +37,8 @@ BLOCK = 4096
 # its successor, while it is being replaced), and directories that grow.
 SIDE_ROOM = 256 << 10
 
-_ENTRY = re.compile(r"v1/([0-9a-f]{16,128})/[0-9a-f]{32}(?:-[0-9a-f]{32})?\.safetensors")
+_ENTRY_NAME = re.compile(r"[0-9a-f]{32}(?:-[0-9a-f]{32})?\.safetensors")
+_ENTRY = re.compile(rf"v1/([0-9a-f]{{16,128}})/{_ENTRY_NAME.pattern}")
 _PARTIAL = re.compile(r"tmp/([0-9a-f]{16})-\d+\.tmp")
 _BAD = re.compile(r"quarantine/[0-9a-f]{32}(?:-[0-9a-f]{32})?\.\d+\.bad")
 _WRITER = re.compile(r"writers/([0-9a-f]{16})\.lock")
@@ -71,13 +72,12 @@ class Directory:
         names: dict[str, list[Path]] = {}
         children: Counter[str] = Counter()
         try:
-            found = [Path(entry.path) for entry in os.scandir(folder)]
+            found = [name for name in os.listdir(folder) if _ENTRY_NAME.fullmatch(name)]
         except FileNotFoundError:
             found = []
-        for path in found:
-            if _ENTRY.fullmatch(path.relative_to(self.root).as_posix()):
-                names.setdefault(path.name[:NAME_DIGITS], []).append(path)
-                children[parent_name(path)] += 1
+        for path in map(folder.joinpath, found):
+            names.setdefault(path.name[:NAME_DIGITS], []).append(path)
+            children[parent_name(path)] += 1
         return names, children
 
     def prepare(self) -> None:

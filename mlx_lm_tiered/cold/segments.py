@@ -110,12 +110,18 @@ class Continuation:
 
     def check(self, number: int) -> None:
         for link, hasher in zip(self._links, self._hashers, strict=True):
-            there = link.numbers[number]
-            reader = self._readers.get(link)
-            expected = reader.digest_of_first(there, link.until - link.entry.start) if reader else link.header.checksums[there]
+            since = link.entry.start
+            try:
+                expected = self._expected(link, link.numbers[number])
+            except (BadEntry, OSError) as error:
+                raise NotIdentical(f"Tokens {since} to {link.until} cannot be read ({error}).", since) from error
             if hasher.hexdigest() != expected:
-                since = link.entry.start
                 raise NotIdentical(f"Tokens {since} to {link.until} have other numbers on disk.", since)
+
+    def _expected(self, link: _Link, number: int) -> str:
+        if (reader := self._readers.get(link)) is not None:
+            return reader.digest_of_first(number, link.until - link.entry.start)
+        return link.header.checksums[number]
 
     def confirm(self) -> None:
         """Check that the chain's files are in place. Raises NotIdentical, OSError. Call with the directory locked, so that they stay."""

@@ -161,9 +161,9 @@ class ColdStore:
         what the longest stored beginning of the entry does not hold, of which no more
         than `continue_until` tokens are used. When that beginning turns out to hold
         other numbers, the writer raises NotIdentical, and its `since` is what
-        `continue_until` should be in the next try. Makes room first. Raises DirectoryFull when the entry
-        cannot fit, Unavailable while the directory rests after a failure (unless
-        `force`), and OSError; the same from the writer.
+        `continue_until` should be in the next try. Makes room first. Raises
+        DirectoryFull when the entry cannot fit, Unavailable while the directory rests
+        after a failure (unless `force`), and OSError; the same from the writer.
         """
         if self._outage.retry_in("write") > 0 and not force:
             raise Unavailable("The cache directory failed lately.")
@@ -181,7 +181,10 @@ class ColdStore:
             return continuation(self._catalog, meta, key, limit)
         except ChainFull:
             self._count("compactions")
-            return None
+        except OSError as error:  # what cannot be read is no reason not to write
+            self._count("read_errors")
+            self._log.warn("read", "SSD cache: what an entry continues could not be read (%s)", error)
+        return None
 
     def _open(self, meta: Meta, key: bytes, proof: Continuation | None) -> EntryWriter:
         partial, fd = None, -1
@@ -202,8 +205,12 @@ class ColdStore:
                 if proof is None:
                     self._evict(size, frozenset({path, *keep}))
                 partial, fd = self._directory.create_partial(size)
-            wrote = lambda size: self._add("written_bytes", size)
-            writer = EntryWriter(partial, fd, meta, key, lambda done: self._publish(done, path, writer, key, proof), proof, wrote)
+            writer = EntryWriter(
+                partial, fd, meta, key,
+                publish=lambda done: self._publish(done, path, writer, key, proof),
+                proof=proof,
+                wrote=lambda size: self._add("written_bytes", size),
+            )  # fmt: skip
             return writer
         except DirectoryFull as error:
             self._count("skipped_too_large")

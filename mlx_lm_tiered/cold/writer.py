@@ -25,7 +25,7 @@ class Proof(Protocol):
         """Its next bytes; returns those of them that no parent holds."""
 
     def check(self, number: int) -> None:
-        """It has come, it was number `number` of the entry's. Raises NotIdentical, OSError."""
+        """It has come, it was number `number` of the entry's. Raises NotIdentical."""
 
     def close(self) -> None:
         """No more of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 
@@ -423,6 +424,25 @@ def test_a_parent_found_damaged_while_its_child_is_put_in_place(tmp_path, monkey
     monkeypatch.setattr(directory.Directory, "publish", meanwhile)
     (second,) = talk(store, 200)
     assert meta(second).start == 0 and same(restore(scanned(store.root), range(200)), grown(200))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_parent_that_cannot_be_read_is_not_continued(tmp_path, monkeypatch, cut):
+    store = scanned(tmp_path / "c")
+    (first,) = talk(store, 100)
+    tokens = [*range(90), *range(500, 600)] if cut else list(range(190))
+    pread = os.pread
+
+    def broken(fd, size, at):
+        if at >= 4096 or not cut:
+            raise OSError(errno.EIO, "I/O error")
+        return pread(fd, size, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", broken)
+        second = save(store, job(tokens, grown(190)))
+    assert meta(second).start == 0
+    assert same(restore(scanned(store.root), tokens), grown(190))
 
 
 def test_tokens_that_others_continue_keep_their_file(tmp_path):
