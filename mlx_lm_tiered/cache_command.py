@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from .cold import listing
-from .cold.directory import Directory, DiskFile
+from .cold.directory import Directory
+from .cold.family import DiskFile, leaves_first
 from .settings import format_size
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One entry. `age_s` is seconds since its last use; `fault` says why it cannot be used, empty when it can."""
+    """One entry. `new_tokens` are those that its own file holds; `age_s` is seconds since its last use; `fault` says why it cannot be used, empty when it can."""
 
     file: str
     model: str
     tokens: int
+    new_tokens: int
     bytes: int
     age_s: float
     fingerprint: str
@@ -35,8 +37,9 @@ def entries(root: Path, verify: bool = False) -> Iterator[Listed]:
         fault = found.problem or (listing.check(found.path) if verify else "")
         model = str(found.meta.provenance.get("model") or "") if found.meta else ""
         tokens = found.meta.length if found.meta else 0
+        new = found.meta.length - found.meta.start if found.meta else 0
         age = max(0.0, time.time() - found.used / 1e9)
-        yield Listed(found.path.name, model, tokens, found.nbytes, age, found.fingerprint, fault)
+        yield Listed(found.path.name, model, tokens, new, found.nbytes, age, found.fingerprint, fault)
 
 
 def clear(root: Path, dry_run: bool) -> tuple[int, int]:
@@ -47,7 +50,7 @@ def clear(root: Path, dry_run: bool) -> tuple[int, int]:
         return len(doomed), sum(file.charge for file in doomed)
     with directory.locked():
         doomed = _ours(directory)
-        for file in doomed:
+        for file in leaves_first(doomed, lambda f: f.used):
             file.path.unlink(missing_ok=True)
     return len(doomed), sum(file.charge for file in doomed)
 

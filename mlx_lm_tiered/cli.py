@@ -95,12 +95,16 @@ def _bench_parsers(bench: argparse.ArgumentParser) -> None:
     overhead.add_argument("--decode-tokens", type=_positive, default=96, metavar="N", help="tokens decoded in each measurement (default: 96)")
     overhead.add_argument("--repeats", type=_positive, default=8, metavar="R", help="pairs of measurements (default: 8)")
     overhead.set_defaults(run=run_bench_overhead)
-    for parser in (restart, overhead):
+    writes = benches.add_parser("writes", help="bytes that a growing conversation writes, per byte of its new tokens' KV")
+    writes.add_argument("--turns", type=_positive, default=20, metavar="N", help="turns of the conversation, each flushed (default: 20)")
+    writes.add_argument("--turn-tokens", type=_positive, default=200, metavar="N", help="tokens of a user's turn (default: 200)")
+    writes.set_defaults(run=run_bench_writes)
+    for parser in (restart, overhead, writes):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     start_up.add_argument("--repeats", type=_positive, default=40, metavar="R", help="starts with and without it (default: 40)")
     start_up.set_defaults(run=run_bench_start_up)
-    for parser in (restart, overhead, start_up):
+    for parser in (restart, overhead, writes, start_up):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -208,6 +212,16 @@ def run_bench_overhead(args: argparse.Namespace) -> int:
         args,
         lambda: overhead.run(Path(_model(args.model)), args.prefix_tokens, args.decode_tokens, args.repeats),
         lambda result: [] if result["text_equal"] else ["the answers differ"],
+    )
+
+
+def run_bench_writes(args: argparse.Namespace) -> int:
+    from .bench import writes
+
+    return _bench(
+        args,
+        lambda: writes.run(Path(_model(args.model)), args.turns, args.turn_tokens),
+        lambda result: [] if result["ram_and_restart_equal"] else ["the answers differ"],
     )
 
 

@@ -35,18 +35,18 @@ def run(
         cold_directory = directory or Path(scratch) / "cold"
         options = tiered_flags(cold_directory, *(flags or []))
         log = Path(scratch) / "server.log"
-        with _started(model, log, options) as server:
-            cold = [_ask(server, f"cold, {i + 1} of {repeats}", chat, max_tokens) for i, chat in enumerate(chats)]
-            ram = [_ask(server, f"from RAM, {i + 1} of {repeats}", chat, max_tokens) for i, chat in enumerate(chats)]
+        with started(model, log, options) as server:
+            cold = [ask(server, f"cold, {i + 1} of {repeats}", chat, max_tokens) for i, chat in enumerate(chats)]
+            ram = [ask(server, f"from RAM, {i + 1} of {repeats}", chat, max_tokens) for i, chat in enumerate(chats)]
             ram_ids = _token_ids(server, chats[0], max_tokens)
             before = time.monotonic()
             server.terminate()
             stop_s = time.monotonic() - before
         dropped = drop_page_cache(cold_directory)
-        with _started(model, log, options) as server:
-            restart = [_ask(server, f"restarted, {i + 1} of {repeats}", chat, max_tokens) for i, chat in enumerate(chats)]
+        with started(model, log, options) as server:
+            restart = [ask(server, f"restarted, {i + 1} of {repeats}", chat, max_tokens) for i, chat in enumerate(chats)]
             ssd = server.stats()["ssd"]
-        with _started(model, log, options) as server:
+        with started(model, log, options) as server:
             restart_ids = _token_ids(server, chats[0], max_tokens)
             ids_restored = server.stats()["hits_by_tier"]["ssd"] > 0
     cold_s, ram_s, restart_s = (median(a.ttft for a in answers) for answers in (cold, ram, restart))
@@ -81,7 +81,8 @@ def _chat(number: int, text: str) -> list[dict[str, str]]:
     ]
 
 
-def _started(model: Path, log: Path, flags: list[str]) -> Server:
+def started(model: Path, log: Path, flags: list[str]) -> Server:
+    """A server that has answered a first short request."""
     with Progress("starting a server"):
         server = Server(model, log, flags, command=server_command())
         try:
@@ -92,7 +93,8 @@ def _started(model: Path, log: Path, flags: list[str]) -> Server:
     return server
 
 
-def _ask(server: Server, name: str, chat: list[dict[str, str]], max_tokens: int) -> Answer:
+def ask(server: Server, name: str, chat: list[dict[str, str]], max_tokens: int) -> Answer:
+    """The answer to a chat, with progress under `name`."""
     with Progress(name) as progress:
         return server.chat(chat, max_tokens=max_tokens, progress=progress)
 

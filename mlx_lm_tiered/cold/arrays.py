@@ -62,7 +62,7 @@ def capacities(specs: tuple[TensorSpec, ...]) -> list[tuple[int, ...]]:
 
 
 class Landing:
-    """A new array of `shape`, and the places where a file's bytes of `spec` go in it."""
+    """A new array of `shape`, with room for `spec`, and the places where files' bytes go in it."""
 
     def __init__(self, spec: TensorSpec, shape: tuple[int, ...]):
         self._spec = spec
@@ -78,8 +78,12 @@ class Landing:
             view = np.zeros(shape, dtype=_numpy_dtype(spec.dtype))
         self._view = view
 
-    def runs(self) -> Iterator[list[memoryview]]:
-        """Where the file's bytes go, in order: lists of writable pieces of memory, each list about `PIECE` bytes."""
+    def runs(self, start: int = 0, stop: int | None = None, beyond: int = 0) -> Iterator[list[memoryview]]:
+        """Where a file's bytes go, in order: lists of writable pieces of memory, each list about `PIECE` bytes.
+
+        The file holds the tokens from `start` to `stop` along the grow axis, and
+        `beyond` more, which go nowhere.
+        """
         spec = self._spec
         if spec.nbytes == 0:
             return
@@ -88,15 +92,18 @@ class Landing:
         lengths = spec.shape or (1,)
         inner = math.prod(shape[axis + 1 :]) * self._view.itemsize
         rows = self._view.reshape(math.prod(shape[:axis]), -1).view(np.uint8)
-        length = lengths[axis] * inner
+        first, last = start * inner, (lengths[axis] if stop is None else stop) * inner
+        scratch = np.empty(min(PIECE, beyond * inner), np.uint8)
         batch: list[memoryview] = []
         size = 0
         for row in rows:
-            for start in range(0, length, PIECE):
-                piece = memoryview(row[start : min(start + PIECE, length)])
+            pieces = [row[at : min(at + PIECE, last)] for at in range(first, last, PIECE)]
+            pieces += [scratch[: min(PIECE, beyond * inner - at)] for at in range(0, beyond * inner, PIECE)]
+            for piece in map(memoryview, pieces):
                 batch.append(piece)
                 size += len(piece)
-                if size >= PIECE or len(batch) == MAX_RUNS:
+                # Pieces of the scratch may not be hashed after they were overwritten.
+                if size >= PIECE or len(batch) == MAX_RUNS or beyond:
                     yield batch
                     batch, size = [], 0
         if batch:

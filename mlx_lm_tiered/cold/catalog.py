@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..prefix.index import PrefixIndex
+from .family import NAME_DIGITS
 from .format import Meta
+
+MAX_CHAIN = 64  # files of one chain. Each restore opens them all; the next entry is written whole.
 
 
 @dataclass(frozen=True, eq=False)
 class ColdEntry:
-    """A stored entry as the index knows it. `key` is its tokens (see `prefix.index`), `length` their number, `nbytes` the file's size."""
+    """A stored entry as the index knows it. `key` is its tokens (see `prefix.index`), `length` their number, `nbytes` the file's size.
+
+    The file holds the tokens from `start` on, those before are `parent`'s, which may
+    hold more than that. `checksum` and `inode` tell this file from another at its path.
+    """
 
     key: bytes = field(repr=False)
     length: int
@@ -24,6 +31,23 @@ class ColdEntry:
     cuttable: bool
     minimum_reusable: int
     role: str
+    start: int = 0
+    parent: ColdEntry | None = field(default=None, repr=False)
+    checksum: str = ""
+    inode: tuple[int, int] = (0, 0)
+
+    @property
+    def name(self) -> str:
+        """What a segment that continues this one calls it."""
+        return self.path.name[:NAME_DIGITS]
+
+    @property
+    def chain(self) -> list[ColdEntry]:
+        """The entries that must be read for this one, from the whole entry at the root to this one."""
+        links = [self]
+        while (parent := links[-1].parent) is not None:
+            links.append(parent)
+        return links[::-1]
 
     def serves(self, length: int) -> bool:
         """Whether its first `length` tokens can be used."""
@@ -38,18 +62,22 @@ class Found(NamedTuple):
 
 
 class Catalog:
-    """Entries of all models and namespaces. Thread-safe; no method does I/O."""
+    """Entries of all models and namespaces, each with all it needs: no entry is here without its parent. Thread-safe; no method does I/O."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._indexes: dict[tuple[str, str], PrefixIndex[ColdEntry]] = {}
         self._paths: dict[Path, ColdEntry] = {}
+        self._children: dict[ColdEntry, set[ColdEntry]] = {}
+        # Entries of the same tokens in two files, which a crash may leave; one of them is in the index.
+        self._names: dict[tuple[str, str], list[ColdEntry]] = {}
+        self._segments = 0
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def find(self, fingerprint: str, namespace: str, key: bytes, limit: int) -> Found | None:
-        """The entry that serves the longest prefix of `key`, of `limit` tokens at most."""
+        """The entry that serves the longest prefix of `key`, of `limit` tokens at most; among a chain the one that needs least read."""
 
         def usable(entry: ColdEntry, common: int) -> int:
             length = min(common, limit)
@@ -58,7 +86,12 @@ class Catalog:
         with self._lock:
             index = self._indexes.get((fingerprint, namespace))
             best = index.best(key, usable) if index is not None and limit > 0 else None
-        return Found(*best) if best else None
+        if best is None:
+            return None
+        entry, length = best
+        while entry.parent is not None and length <= entry.start and entry.parent.serves(length):
+            entry = entry.parent
+        return Found(entry, length)
 
     def closest(self, fingerprint: str, namespace: str, key: bytes) -> Found | None:
         """The entry that shares most leading tokens with `key`, usable or not, and how many."""
@@ -66,6 +99,27 @@ class Catalog:
             index = self._indexes.get((fingerprint, namespace))
             best = index.closest(key) if index is not None else None
         return Found(*best) if best else None
+
+    def continued(self, fingerprint: str, namespace: str, key: bytes, limit: int) -> Found | None:
+        """The entry that an entry of `key` might continue, and from which token on, `limit` at most.
+
+        That of the longest shared prefix, or one that it continues itself: what it
+        holds behind that prefix must be no more than what need not be written, because
+        it will be kept as long as the new entry.
+        """
+        length = len(key) // 8
+        with self._lock:
+            index = self._indexes.get((fingerprint, namespace))
+            best = index.best(key, lambda entry, common: min(common, limit) if common < length else 0) if index is not None else None
+        if best is None:
+            return None
+        entry, start = best
+        while start <= entry.start or entry.length - start > start:
+            if entry.parent is None:
+                return None
+            start = min(start, entry.start)
+            entry = entry.parent
+        return Found(entry, start)
 
     def superseded(self, meta: Meta, key: bytes) -> list[ColdEntry]:
         """Entries that an entry of `meta` and `key` makes superfluous: strict prefixes that it can serve itself."""
@@ -78,27 +132,70 @@ class Catalog:
     def knows(self, path: Path) -> bool:
         return path in self._paths
 
-    def add(self, entry: ColdEntry) -> None:
-        """Add an entry; another under the same path gives way."""
+    def at(self, path: Path) -> ColdEntry | None:
+        """The entry of a file."""
+        return self._paths.get(path)
+
+    def parent_for(self, fingerprint: str, name: str, checksum: str) -> ColdEntry | None:
+        """The entry of this name and content."""
+        with self._lock:
+            return next((e for e in self._names.get((fingerprint, name), ()) if e.checksum == checksum), None)
+
+    def add(self, entry: ColdEntry) -> bool:
+        """Add an entry; another under the same path gives way. False when its parent is not here (any more), or its chain is too long."""
         with self._lock:
             self.forget(entry.path)
+            parent = entry.parent
+            if parent is not None:
+                if self._paths.get(parent.path) is not parent or len(entry.chain) > MAX_CHAIN:
+                    return False
+                self._children.setdefault(parent, set()).add(entry)
+                self._segments += 1
+            self._names.setdefault((entry.fingerprint, entry.name), []).append(entry)
             self._indexes.setdefault((entry.fingerprint, entry.namespace), PrefixIndex()).add(entry)
             self._paths[entry.path] = entry
+            return True
 
-    def add_older(self, entry: ColdEntry) -> None:
+    def add_older(self, entry: ColdEntry) -> bool:
         """Add an entry read from a file, unless that was written anew meanwhile."""
         with self._lock:
-            if entry.path not in self._paths:
-                self.add(entry)
+            return entry.path in self._paths or self.add(entry)
 
     def forget(self, path: Path, entry: ColdEntry | None = None) -> None:
-        """Remove the entry of a file; with `entry`, only if it is still this one."""
+        """Remove the entry of a file, and all that continue it; with `entry`, only if it is still this one."""
         with self._lock:
             there = self._paths.get(path)
             if there is None or (entry is not None and there is not entry):
                 return
-            del self._paths[path]
-            self._indexes[there.fingerprint, there.namespace].remove(there)
+            doomed = [there]
+            for one in doomed:
+                doomed.extend(self._children.pop(one, ()))
+            for one in doomed:
+                self._remove(one)
+
+    def _remove(self, entry: ColdEntry) -> None:
+        del self._paths[entry.path]
+        if entry.parent is not None:
+            self._segments -= 1
+            if entry.parent in self._children:
+                self._children[entry.parent].discard(entry)
+        index = self._indexes[entry.fingerprint, entry.namespace]
+        index.remove(entry)
+        twins = self._names[entry.fingerprint, entry.name]
+        twins.remove(entry)
+        if not twins:
+            del self._names[entry.fingerprint, entry.name]
+        elif index.exact(entry.key) is None:
+            index.add(twins[-1])
+
+    def counts(self) -> tuple[int, int]:
+        """Entries that continue another, and the files of the longest chain."""
+        with self._lock:
+            level, depth = [e for e in self._paths.values() if e.parent is None], 0
+            while level:
+                depth += 1
+                level = [child for e in level for child in self._children.get(e, ())]
+            return self._segments, depth
 
     def longest(self) -> int:
         """Tokens of the longest entry."""

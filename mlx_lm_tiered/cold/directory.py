@@ -1,6 +1,7 @@
 """The cache directory: its places, its bytes, who may write.
 
     v1/FINGERPRINT/NAME.safetensors   entries; NAME is a hash of namespace and tokens
+    v1/FINGERPRINT/NAME-PARENT.safetensors   those that hold only what they add to the entry named PARENT
     tmp/TOKEN-N.tmp                   entries being written by the process with TOKEN
     writers/TOKEN.lock                locked while that process lives
     quarantine/NAME.N.bad             entries found damaged
@@ -14,7 +15,6 @@ not fit these names count towards the cap and are never deleted.
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import os
 import re
@@ -22,11 +22,12 @@ import secrets
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+from .family import NAME_DIGITS, DiskFile, entry_name, leaves_first, parent_name, rootless
 from .locks import FileLock
 from .writer import sync_directory
 
@@ -36,31 +37,15 @@ BLOCK = 4096
 # its successor, while it is being replaced), and directories that grow.
 SIDE_ROOM = 256 << 10
 
-_ENTRY = re.compile(r"v1/([0-9a-f]{16,128})/([0-9a-f]{32})\.safetensors")
+_ENTRY_NAME = re.compile(r"[0-9a-f]{32}(?:-[0-9a-f]{32})?\.safetensors")
+_ENTRY = re.compile(rf"v1/([0-9a-f]{{16,128}})/{_ENTRY_NAME.pattern}")
 _PARTIAL = re.compile(r"tmp/([0-9a-f]{16})-\d+\.tmp")
-_BAD = re.compile(r"quarantine/[0-9a-f]{32}\.\d+\.bad")
+_BAD = re.compile(r"quarantine/[0-9a-f]{32}(?:-[0-9a-f]{32})?\.\d+\.bad")
 _WRITER = re.compile(r"writers/([0-9a-f]{16})\.lock")
 
 
 class DirectoryFull(Exception):
     """No room can be made under the cap; its text is one sentence."""
-
-
-@dataclass(frozen=True)
-class DiskFile:
-    """A file under the directory. `kind` is ``entry``, ``partial``, ``bad``, ``writer`` or ``other``; `owner` the fingerprint or token in its name; `charge` the bytes it counts for."""
-
-    path: Path
-    kind: str
-    owner: str
-    size: int
-    charge: int
-    used: int
-
-
-def entry_name(namespace: str, key: bytes) -> str:
-    """The file name of an entry: the same tokens get the same file, so a rename replaces them."""
-    return hashlib.blake2b(key, digest_size=16, person=hashlib.sha256(namespace.encode()).digest()[:16]).hexdigest() + ".safetensors"
 
 
 class Directory:
@@ -79,8 +64,21 @@ class Directory:
 
     # Places
 
-    def entry_path(self, fingerprint: str, namespace: str, key: bytes) -> Path:
-        return self.root / "v1" / fingerprint / entry_name(namespace, key)
+    def entry_path(self, fingerprint: str, namespace: str, key: bytes, parent: str = "") -> Path:
+        return self.root / "v1" / fingerprint / entry_name(namespace, key, parent)
+
+    def family(self, folder: Path) -> tuple[dict[str, list[Path]], Counter[str]]:
+        """The entries of one fingerprint by NAME, and how many continue each NAME. Call with the lock held to rely on it."""
+        names: dict[str, list[Path]] = {}
+        children: Counter[str] = Counter()
+        try:
+            found = [name for name in os.listdir(folder) if _ENTRY_NAME.fullmatch(name)]
+        except FileNotFoundError:
+            found = []
+        for path in map(folder.joinpath, found):
+            names.setdefault(path.name[:NAME_DIGITS], []).append(path)
+            children[parent_name(path)] += 1
+        return names, children
 
     def prepare(self) -> None:
         """Make what is missing of the directory, and show this process to others as a live writer."""
@@ -122,23 +120,26 @@ class Directory:
         """The bytes all files and directories under the root take."""
         return sum(charge for _, charge in self._walk())
 
-    def make_room(self, need: int, keep: frozenset[Path] = frozenset()) -> list[Path]:
+    def make_room(self, need: int, keep: frozenset[Path] = frozenset(), pinned: frozenset[Path] = frozenset()) -> list[Path]:
         """Evict until `need` more bytes fit under the cap; returns the entries that went.
 
-        Damaged files go first, then entries by last use, whatever model they belong
-        to; `keep` goes last. Raises DirectoryFull when evicting everything would not
-        do, and evicts nothing then. Call with the lock held.
+        Damaged files go first, then entries that lack what they continue, then entries
+        by last use, whatever model they belong to, but none before those that
+        continue it; `keep` goes last, `pinned` never. Raises DirectoryFull when
+        evicting everything would not do, and evicts nothing then. Call with the
+        lock held.
         """
         walked = list(self._walk())
         used = sum(charge for _, charge in walked)
         need = _blocks(need) + self.side_room
-        victims = [file for file, _ in walked if file is not None and file.kind in ("entry", "bad")]
         if used + need <= self.max_bytes:
             return []
-        if used - sum(file.charge for file in victims) + need > self.max_bytes:
+        files = [file for file, _ in walked if file is not None and file.kind in ("entry", "bad")]
+        if used - sum(file.charge for file in files if file.path not in pinned) + need > self.max_bytes:
             raise DirectoryFull(f"{need} bytes do not fit under the cap of {self.max_bytes} beside what is not ours to evict.")
+        adrift = rootless(files)
         gone = []
-        for file in sorted(victims, key=lambda f: (f.path in keep, f.kind != "bad", f.used)):
+        for file in leaves_first(files, lambda f: (f.path in keep, f.kind != "bad", f.path not in adrift, f.used), pinned):
             file.path.unlink(missing_ok=True)
             used -= file.charge
             if file.kind == "entry":

@@ -1,4 +1,7 @@
-"""One stored prefix is one valid safetensors file, and this module knows its bytes.
+"""One segment of a stored prefix is one valid safetensors file, and this module knows its bytes.
+
+A segment holds the tokens from `start` on; those before are its parent's, a segment
+too, which its header names by file and by content. Without a parent it is a whole entry.
 
 Layout (https://huggingface.co/docs/safetensors, "Format"): 8 bytes little-endian
 header length, a JSON header padded with spaces, the tensors one behind the other.
@@ -20,15 +23,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import xxhash
 
 FORMAT = "mlx-lm-tiered-kv"
-VERSION = "1"
+VERSION = "2"
 ALIGNMENT = 4096
 MAX_HEADER = 8 << 20
 MAX_TENSORS = 1 << 16
@@ -42,6 +46,7 @@ DTYPES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 
+_NAME = re.compile(r"[0-9a-f]{32}")  # of files, and their checksums
 _PREFIX = b'{"__metadata__":{"checksum":"'
 _MIDDLE = b'","checksums":"'
 _HASH_AT = 8 + len(_PREFIX)  # of the header's own checksum, from the start of the file
@@ -69,6 +74,12 @@ class TensorSpec:
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype]
 
+    def resized(self, tokens: int) -> TensorSpec:
+        """The same tensor with so many slots along its grow axis."""
+        axis = self.grow_axis
+        assert axis is not None
+        return replace(self, shape=(*self.shape[:axis], tokens, *self.shape[axis + 1 :]))
+
 
 @dataclass(frozen=True)
 class Meta:
@@ -77,6 +88,11 @@ class Meta:
     `length` counts tokens; `descriptors` and `signatures` are the caches' (see
     `caches.dump`, `caches.signatures`), one per layer; no prefix shorter than `minimum_reusable` may be cut from the
     entry, and none at all unless `cuttable`. `created` is nanoseconds since 1970.
+
+    Of a segment, `start` is the first token it holds, `parent` the name of the file
+    with the tokens before it (see `directory.entry_name`), `parent_checksum` that
+    file's own, and `parts` says for each tensor whether it holds the tokens from
+    `start` on only. Empty `parts` are those of a whole entry.
     """
 
     fingerprint: str
@@ -90,21 +106,38 @@ class Meta:
     role: str = ""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     created: int = 0
+    start: int = 0
+    parent: str = ""
+    parent_checksum: str = ""
+    parts: tuple[bool, ...] = ()
 
     @property
     def all_tensors(self) -> tuple[TensorSpec, ...]:
-        """The tensors in file order, the tokens first."""
-        return (TensorSpec(TOKENS, "I64", (self.length,)), *self.tensors)
+        """The tensors in file order, the tokens first, as they are in the file."""
+        return (TensorSpec(TOKENS, "I64", (self.length - self.start,)), *self.tensors)
+
+    @property
+    def by_token(self) -> tuple[bool, ...]:
+        """For each tensor, whether slot i along its grow axis belongs to token `start` + i, so that a segment may hold the rest."""
+        return self.parts or tuple(s.grow_axis is not None and s.shape[s.grow_axis] == self.length for s in self.tensors)
+
+    @property
+    def whole(self) -> tuple[TensorSpec, ...]:
+        """The tensors without the tokens, as they are once the parents' parts are in place."""
+        return tuple(
+            spec.resized(self.length) if part else spec for spec, part in zip(self.tensors, self.by_token, strict=True)
+        )
 
 
 @dataclass(frozen=True)
 class Header:
-    """A checked header. `body` is where the tensors start; `checksums` and `offsets` (from `body`) go with `meta.all_tensors`."""
+    """A checked header. `body` is where the tensors start; `checksums` and `offsets` (from `body`) go with `meta.all_tensors`; `checksum` is the header's own, and so stands for the whole file."""
 
     meta: Meta
     body: int
     offsets: tuple[int, ...]
     checksums: tuple[str, ...]
+    checksum: str
 
 
 def digest(data: Any) -> str:
@@ -133,11 +166,15 @@ def layout(meta: Meta) -> bytearray:
         "fingerprint": meta.fingerprint,
         "namespace": meta.namespace,
         "length": str(meta.length),
+        "start": str(meta.start),
+        "parent": meta.parent,
+        "parent_checksum": meta.parent_checksum,
         "cuttable": "true" if meta.cuttable else "false",
         "minimum_reusable": str(meta.minimum_reusable),
         "role": meta.role,
         "created": str(meta.created),
         "grow_axes": _compact([spec.grow_axis for spec in tensors]),
+        "parts": _compact([True, *meta.by_token]),
         "caches": _compact(meta.descriptors),
         "signatures": _compact(meta.signatures),
         "provenance": _compact(dict(meta.provenance)),
@@ -161,11 +198,13 @@ def layout(meta: Meta) -> bytearray:
     return header
 
 
-def seal(header: bytearray, checksums: Sequence[str]) -> None:
-    """Fill the tensors' checksums and the header's own into what `layout` made."""
+def seal(header: bytearray, checksums: Sequence[str]) -> str:
+    """Fill the tensors' checksums and the header's own into what `layout` made; returns the latter."""
     sums = "".join(checksums).encode()
     header[_SUMS_AT : _SUMS_AT + len(sums)] = sums
-    header[_HASH_AT : _HASH_AT + 32] = xxhash.xxh3_128_hexdigest(header).encode()
+    checksum = xxhash.xxh3_128_hexdigest(header)
+    header[_HASH_AT : _HASH_AT + 32] = checksum.encode()
+    return checksum
 
 
 def header_length(start: bytes, size: int) -> int:
@@ -200,8 +239,12 @@ def parse(header: bytes, size: int) -> Header:
         raise BadEntry(f"The file claims {len(table)} tensors.")
     specs, offsets = _tensors(table, _parse_json(_text(texts, "grow_axes")), size - len(header))
     length = _number(texts, "length")
-    if specs[0] != TensorSpec(TOKENS, "I64", (length,)) or length == 0:
+    start, parent, parent_checksum = _number(texts, "start"), _text(texts, "parent"), _text(texts, "parent_checksum")
+    if not (_NAME.fullmatch(parent) and _NAME.fullmatch(parent_checksum) if start else parent == parent_checksum == ""):
+        raise BadEntry("The metadata does not say whose tokens come before.")
+    if start >= length or specs[0] != TensorSpec(TOKENS, "I64", (length - start,)):
         raise BadEntry("The first tensor is not the tokens.")
+    parts = _parts(_parse_json(_text(texts, "parts")), specs, length - start)
     minimum = _number(texts, "minimum_reusable")
     if minimum > length:
         raise BadEntry("The minimum reusable offset is beyond the last token.")
@@ -220,8 +263,23 @@ def parse(header: bytes, size: int) -> Header:
         role=_text(texts, "role"),
         provenance=_object(_parse_json(_text(texts, "provenance")), "provenance"),
         created=_number(texts, "created"),
+        start=start,
+        parent=parent,
+        parent_checksum=parent_checksum,
+        parts=parts,
     )
-    return Header(meta, len(header), offsets, tuple(sums[i : i + 16] for i in range(0, len(sums), 16)))
+    checksum = header[_HASH_AT : _HASH_AT + 32].decode()
+    return Header(meta, len(header), offsets, tuple(sums[i : i + 16] for i in range(0, len(sums), 16)), checksum)
+
+
+def _parts(value: Any, specs: tuple[TensorSpec, ...], tokens: int) -> tuple[bool, ...]:
+    """Which tensors but the first hold the tokens from the start on, of which there are `tokens`."""
+    if not isinstance(value, list) or len(value) != len(specs) or not all(type(part) is bool for part in value):
+        raise BadEntry("The metadata does not say which tensors are parts.")
+    for spec, part in zip(specs[1:], value[1:], strict=True):
+        if part and (spec.grow_axis is None or spec.shape[spec.grow_axis] != tokens):
+            raise BadEntry(f"Tensor {spec.name[:80]!r} is no part for {tokens} tokens.")
+    return tuple(value[1:])
 
 
 def _tensors(table: dict[str, Any], grow_axes: Any, size: int) -> tuple[tuple[TensorSpec, ...], tuple[int, ...]]:

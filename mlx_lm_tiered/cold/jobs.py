@@ -33,6 +33,7 @@ class Job:
     attempts: int = 0
     tried_by_flush: int = 0
     announced: bool = False
+    continue_until: int | None = None  # tokens of what is stored that it can continue, once it turned out not to be all
 
     @property
     def length(self) -> int:

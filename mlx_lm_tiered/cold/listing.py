@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .directory import Directory
-from .format import BadEntry, Meta
+from .format import BadEntry, Header, Meta
 from .reader import open_entry
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One entry file. `used` is its last use in nanoseconds since 1970; `meta` is None and `problem` a sentence when it cannot be read."""
+    """One entry file. `used` is its last use in nanoseconds since 1970; `problem` is a sentence when it cannot be used; `meta` is None when it cannot be read."""
 
     path: Path
     fingerprint: str
@@ -26,16 +26,37 @@ class Listed:
 def listing(directory: Directory) -> Iterator[Listed]:
     """Every entry file of the directory, last used first. Reads headers; raises OSError only for the directory itself."""
     files = [file for file in directory.files() if file.kind == "entry"]
-    for file in sorted(files, key=lambda f: f.used, reverse=True):
-        meta, problem = None, ""
+    headers: dict[Path, Header] = {}
+    problems: dict[Path, str] = {}
+    for file in files:
         try:
             with open_entry(file.path) as reader:
-                meta = reader.header.meta
+                headers[file.path] = reader.header
         except FileNotFoundError:
             continue
         except (BadEntry, OSError) as error:
-            problem = str(error)
-        yield Listed(file.path, file.owner, file.size, file.used, meta, problem)
+            problems[file.path] = str(error)
+    sound = _with_parents(headers)
+    for file in sorted(files, key=lambda f: f.used, reverse=True):
+        header = headers.get(file.path)
+        if header is not None:
+            problem = "" if file.path in sound else "The entry that it continues is missing."
+            yield Listed(file.path, file.owner, file.size, file.used, header.meta, problem)
+        elif file.path in problems:
+            yield Listed(file.path, file.owner, file.size, file.used, None, problems[file.path])
+
+
+def _with_parents(headers: dict[Path, Header]) -> set[Path]:
+    """The files whose chains are here down to a whole entry."""
+    children: dict[tuple[Path, str], list[Path]] = {}
+    for path, header in headers.items():
+        children.setdefault((path.parent, header.meta.parent_checksum), []).append(path)
+    found: set[Path] = set()
+    level = [path for path, header in headers.items() if header.meta.start == 0]
+    while level:
+        found.update(level)
+        level = [child for path in level for child in children.get((path.parent, headers[path].checksum), ()) if child not in found]
+    return found
 
 
 def entries(root: Path) -> Iterator[Listed]:

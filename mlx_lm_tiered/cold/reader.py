@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import time
@@ -15,7 +16,7 @@ import xxhash
 
 from . import format as fmt
 from .arrays import PIECE, Landing, capacities
-from .format import BadEntry, Header
+from .format import BadEntry, Header, Meta
 
 
 class EntryReader:
@@ -35,7 +36,7 @@ class EntryReader:
         self.hash_seconds = 0.0
 
     def key(self) -> bytes:
-        """The tokens as an index key, checked by their checksum. Raises BadEntry."""
+        """The file's tokens as an index key, checked by their checksum: those from the segment's start on. Raises BadEntry."""
         spec = self.header.meta.all_tensors[0]
         data = _read(self.fd, spec.nbytes, self.header.body)
         if fmt.digest(data) != self.header.checksums[0]:
@@ -43,23 +44,23 @@ class EntryReader:
         return np.frombuffer(data, dtype="<i8").astype(">i8").tobytes()
 
     def arrays(self, verify: bool) -> dict[str, mx.array]:
-        """Every tensor but the tokens, read straight into its final array, one after the other.
+        """Every tensor of a whole entry but the tokens (see `Assembly`)."""
+        assembly = Assembly(self.header.meta)
+        assembly.fill(self, self.header.meta.length, verify)
+        return assembly.finish()
 
-        With `verify`, a tensor that does not match its checksum raises BadEntry.
-        Memory: the arrays, and on CUDA one tensor more. Generation thread only.
-        """
-        header = self.header
-        specs = header.meta.tensors
-        arrays = {}
-        for spec, shape, offset, checksum in zip(
-            specs, capacities(specs), header.offsets[1:], header.checksums[1:], strict=True
-        ):
-            landing = Landing(spec, shape)
-            found = self._fill(landing, header.body + offset, verify)
-            if verify and found != checksum:
-                raise BadEntry(f"Tensor {spec.name!r} does not match its checksum.")
-            arrays[spec.name] = landing.finish()
-        return arrays
+    def digest_of_first(self, number: int, tokens: int) -> str:
+        """The checksum of the first `tokens` slots of tensor `number` along its grow axis. Raises BadEntry."""
+        spec = self.header.meta.all_tensors[number]
+        assert spec.grow_axis is not None
+        rows = math.prod(spec.shape[: spec.grow_axis])
+        row, wanted = spec.nbytes // max(1, rows), spec.resized(tokens).nbytes // max(1, rows)
+        start = self.header.body + self.header.offsets[number]
+        hasher = xxhash.xxh3_64()
+        for at in range(start, start + rows * row, max(1, row)):
+            for piece in range(at, at + wanted, PIECE):
+                hasher.update(_read(self.fd, min(PIECE, at + wanted - piece), piece))
+        return hasher.hexdigest()
 
     def check(self) -> None:
         """Compare every tensor with its checksum without keeping it. Raises BadEntry."""
@@ -73,9 +74,11 @@ class EntryReader:
             if hasher.hexdigest() != checksum:
                 raise BadEntry(f"Tensor {spec.name!r} does not match its checksum.")
 
-    def _fill(self, landing: Landing, at: int, verify: bool) -> str:
+    def fill(self, landing: Landing, number: int, verify: bool, start: int = 0, stop: int | None = None, beyond: int = 0) -> None:
+        """Read tensor `number` into its place (see `Landing.runs`). Raises BadEntry, with `verify` also for a wrong checksum."""
+        at = self.header.body + self.header.offsets[number]
         hasher = xxhash.xxh3_64()
-        for batch in landing.runs():
+        for batch in landing.runs(start, stop, beyond):
             started = time.perf_counter()
             _read_into(self.fd, batch, at)
             read = time.perf_counter()
@@ -85,7 +88,50 @@ class EntryReader:
                     hasher.update(piece)
                 self.hash_seconds += time.perf_counter() - read
             at += sum(map(len, batch))
-        return hasher.hexdigest()
+        if verify and hasher.hexdigest() != self.header.checksums[number]:
+            raise BadEntry(f"Tensor {self.header.meta.all_tensors[number].name!r} does not match its checksum.")
+
+
+class Assembly:
+    """The arrays of an entry, filled from the files of its chain in any order. Generation thread only.
+
+    Memory: the arrays, and on CUDA one tensor more.
+    """
+
+    def __init__(self, meta: Meta):
+        self._meta = meta
+        self._specs = meta.whole
+        self._landings = [Landing(spec, shape) for spec, shape in zip(self._specs, capacities(self._specs), strict=True)]
+
+    def fill(self, reader: EntryReader, until: int, verify: bool) -> None:
+        """Take what the entry needs from one file: its tokens before `until`. Raises BadEntry, first for tensors that are not those of the entry."""
+        meta = reader.header.meta
+        if until == self._meta.length:
+            for number, (landing, part) in enumerate(zip(self._landings, meta.by_token, strict=True), 1):
+                reader.fill(landing, number, verify, meta.start if part else 0)
+            return
+        for landing, number in zip(self._landings, shared(self._meta, meta), strict=True):
+            if number:
+                reader.fill(landing, number, verify, meta.start, until, meta.length - until)
+
+    def finish(self) -> dict[str, mx.array]:
+        """The filled arrays by name; the assembly gives them up."""
+        landings, self._landings = self._landings[::-1], []
+        return {spec.name: landings.pop().finish() for spec in self._specs}
+
+
+def shared(meta: Meta, ancestor: Meta) -> list[int]:
+    """For each tensor of `meta`, the number of the same in an ancestor's file, 0 for those that no ancestor has a part of. Raises BadEntry when the ancestor lacks one."""
+    numbers = {spec.name: number for number, spec in enumerate(ancestor.tensors, 1)}
+    found = []
+    for spec, part in zip(meta.tensors, meta.by_token, strict=True):
+        number = numbers.get(spec.name, 0) if part else 0
+        if part:
+            like = spec.resized(ancestor.length - ancestor.start)
+            if not number or not ancestor.by_token[number - 1] or ancestor.tensors[number - 1] != like:
+                raise BadEntry(f"Tensor {spec.name[:80]!r} does not continue what its parent holds.")
+        found.append(number)
+    return found
 
 
 @contextmanager

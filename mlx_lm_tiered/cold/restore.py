@@ -3,51 +3,100 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from .. import caches as kinds
 from .catalog import ColdEntry
 from .format import BadEntry, ForeignEntry, Meta
 from .health import Checking
-from .reader import open_entry
+from .reader import Assembly, EntryReader, open_entry, shared
 
 
-class Replaced(Exception):
-    """The file holds something else than the entry that was asked for."""
+class Lost(Exception):
+    """The file of `entry`, the one asked for or one that it needs, is gone or holds something else."""
+
+    def __init__(self, entry: ColdEntry):
+        super().__init__(f"{entry.path.name} is gone or was replaced.")
+        self.entry = entry
 
 
 class Damaged(Exception):
-    """The file is not sound; `status` says which file that was, `str()` why."""
+    """The file of `entry`, the one asked for or one that it needs, is not sound; `status` says which file that was, `str()` why."""
 
-    def __init__(self, reason: str, status: os.stat_result):
+    def __init__(self, reason: str, entry: ColdEntry, status: os.stat_result):
         super().__init__(reason)
+        self.entry = entry
         self.status = status
 
 
 def read_caches(entry: ColdEntry, checking: Checking, used: Callable[[int], None]) -> list[Any]:
-    """An entry's caches, from its file; `used` gets the open descriptor afterwards. Generation thread only.
+    """An entry's caches, from the files of its chain; `used` gets the open descriptors afterwards. Generation thread only.
 
-    Raises Damaged, Replaced, OSError, and what mlx raises when memory is short.
+    Raises Damaged, Lost, OSError, and what mlx raises when memory is short.
     """
-    status = os.stat(entry.path, follow_symlinks=False)
-    try:
-        with open_entry(entry.path) as reader:
-            status, meta = reader.status, reader.header.meta
-            if (meta.fingerprint, meta.namespace) != (entry.fingerprint, entry.namespace) or reader.key() != entry.key:
-                raise Replaced
-            verify = checking.wanted()
-            arrays = reader.arrays(verify)
-            checking.measured(entry.nbytes, reader.read_seconds, reader.hash_seconds if verify else None)
-            caches = _load(meta, arrays)
-            with suppress(OSError):  # a read-only directory: recency is not worth a restored entry
+    chain = entry.chain
+    with ExitStack() as files:
+        readers = [_open(files, one) for one in chain]
+        starts = _check_chain(entry, readers)
+        verify = checking.wanted()
+        meta = readers[-1].header.meta
+        with _blaming(entry, readers[-1].status):
+            for reader in readers[:-1]:
+                shared(meta, reader.header.meta)  # before anything is allocated: so all its bytes are in the files
+            assembly = Assembly(meta)
+        for one, reader, until in zip(chain, readers, [*starts[1:], meta.length], strict=True):
+            with _blaming(one, reader.status):
+                assembly.fill(reader, until, verify)
+        checking.measured(
+            sum(reader.status.st_size for reader in readers),
+            sum(reader.read_seconds for reader in readers),
+            sum(reader.hash_seconds for reader in readers) if verify else None,
+        )
+        with _blaming(entry, readers[-1].status):
+            caches = _load(meta, assembly.finish())
+        with suppress(OSError):  # a read-only directory: recency is not worth a restored entry
+            for reader in reversed(readers):
                 used(reader.fd)
-            return caches
+        return caches
+
+
+def _open(files: ExitStack, entry: ColdEntry) -> EntryReader:
+    try:
+        with _blaming(entry, os.stat(entry.path, follow_symlinks=False)):
+            return files.enter_context(open_entry(entry.path))
+    except FileNotFoundError as error:
+        raise Lost(entry) from error
+
+
+def _check_chain(entry: ColdEntry, readers: list[EntryReader]) -> list[int]:
+    """Where each file starts, once it is clear that together they hold the tokens of `entry` and belong to each other. Raises Lost, Damaged."""
+    key, before, starts = b"", "", []
+    for one, reader in zip(entry.chain, readers, strict=True):
+        meta = reader.header.meta
+        with _blaming(one, reader.status):
+            own = reader.key()
+        sound = (meta.fingerprint, meta.namespace, meta.parent_checksum) == (entry.fingerprint, entry.namespace, before)
+        if not sound or not (starts[-1] if starts else -1) < meta.start <= len(key) // 8:
+            raise Lost(one)
+        key = key[: meta.start * 8] + own
+        before = reader.header.checksum
+        starts.append(meta.start)
+    if key != entry.key:
+        raise Lost(entry)
+    return starts
+
+
+@contextmanager
+def _blaming(entry: ColdEntry, status: os.stat_result) -> Iterator[None]:
+    """Say of a fault which file has it."""
+    try:
+        yield
     except ForeignEntry as error:
-        raise Replaced from error
+        raise Lost(entry) from error
     except BadEntry as error:
-        raise Damaged(str(error), status) from error
+        raise Damaged(str(error), entry, status) from error
 
 
 def _load(meta: Meta, arrays: dict[str, Any]) -> list[Any]:

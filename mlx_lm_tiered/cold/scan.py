@@ -7,15 +7,46 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from .catalog import ColdEntry
-from .directory import DiskFile, entry_name
+from .catalog import Catalog, ColdEntry
+from .family import DiskFile, entry_name
 from .format import BadEntry, ForeignEntry, Meta
 from .reader import open_entry
 
 
-def cold_entry(path: Path, meta: Meta, key: bytes, nbytes: int) -> ColdEntry:
+@dataclass(frozen=True)
+class Segment:
+    """What a file says of itself. `own` are the tokens it holds, as a key."""
+
+    path: Path
+    meta: Meta
+    own: bytes
+    checksum: str
+    size: int
+    inode: tuple[int, int]
+
+    def entry(self, parent: ColdEntry | None) -> ColdEntry | None:
+        """The index's entry, if `parent` is the one that this file continues and the file is what its name says."""
+        meta = self.meta
+        if (parent is None) != (meta.start == 0):
+            return None
+        if parent is not None and not (
+            (parent.checksum, parent.name) == (meta.parent_checksum, meta.parent)
+            and (parent.fingerprint, parent.namespace) == (meta.fingerprint, meta.namespace)
+            and parent.start < meta.start <= parent.length
+        ):
+            return None
+        key = parent.key[: meta.start * 8] + self.own if parent is not None else self.own
+        if self.path.name != entry_name(meta.namespace, key, meta.parent):
+            return None
+        return cold_entry(self.path, meta, key, self.size, parent, self.checksum, self.inode)
+
+
+def cold_entry(
+    path: Path, meta: Meta, key: bytes, nbytes: int, parent: ColdEntry | None, checksum: str, inode: tuple[int, int]
+) -> ColdEntry:
     """The index's entry for a file."""
     return ColdEntry(
         key=key,
@@ -27,37 +58,49 @@ def cold_entry(path: Path, meta: Meta, key: bytes, nbytes: int) -> ColdEntry:
         cuttable=meta.cuttable,
         minimum_reusable=meta.minimum_reusable,
         role=meta.role,
+        start=meta.start,
+        parent=parent,
+        checksum=checksum,
+        inode=inode,
     )
 
 
-def read_entry(path: Path) -> ColdEntry:
-    """One file's entry. Raises BadEntry or OSError."""
+def read_segment(path: Path) -> Segment:
+    """Header and tokens of one file. Raises BadEntry or OSError."""
     with open_entry(path) as reader:
-        key = reader.key()
-        return cold_entry(path, reader.header.meta, key, reader.status.st_size)
+        status = reader.status
+        header = reader.header
+        return Segment(path, header.meta, reader.key(), header.checksum, status.st_size, (status.st_dev, status.st_ino))
 
 
 def scan(
     files: list[DiskFile],
     fingerprint: str,
-    known: Callable[[Path], bool],
+    catalog: Catalog,
     damaged: Callable[[Path, os.stat_result, BadEntry], None],
     counts: Counter[str],
-) -> Iterator[ColdEntry]:
-    """Every sound entry of this fingerprint that is not `known` yet; `damaged` gets those to be put away; `counts` says what became of the files."""
+) -> Iterator[None]:
+    """Add every sound entry of this fingerprint to the catalog, in any order of files; a step per file.
+
+    `damaged` gets those to be put away; `counts` says what became of the files. An
+    entry whose parent is not there stays where it is until room is needed.
+    """
+    waiting: dict[str, list[Segment]] = {}  # by the checksum of their parent
     for file in files:
+        yield
         if file.kind != "entry":
             continue
         if file.owner != fingerprint:
             counts["other models"] += 1
             continue
         counts["scanned"] += 1
-        if known(file.path):
+        if (known := catalog.at(file.path)) is not None:
             counts["indexed"] += 1
+            _add_waiting(known, waiting, catalog, counts)
             continue
         try:
             status = os.stat(file.path, follow_symlinks=False)
-            entry = read_entry(file.path)
+            segment = read_segment(file.path)
         except ForeignEntry:
             counts["other format"] += 1
         except BadEntry as error:
@@ -68,11 +111,35 @@ def scan(
         except OSError:
             counts["unreadable"] += 1
         else:
-            if entry.fingerprint != fingerprint or file.path.name != entry_name(entry.namespace, entry.key):
+            meta = segment.meta
+            parent = catalog.parent_for(fingerprint, meta.parent, meta.parent_checksum) if meta.start else None
+            if meta.fingerprint != fingerprint or meta.parent != file.parent:
                 counts["misplaced"] += 1
-                continue
-            counts["indexed"] += 1
-            yield entry
+            elif meta.start and parent is None:
+                waiting.setdefault(meta.parent_checksum, []).append(segment)
+            else:
+                _add(segment, parent, waiting, catalog, counts)
+    counts["without parent"] += sum(map(len, waiting.values()))
+
+
+def _add(
+    segment: Segment, parent: ColdEntry | None, waiting: dict[str, list[Segment]], catalog: Catalog, counts: Counter[str]
+) -> None:
+    entry = segment.entry(parent)
+    if entry is None:
+        counts["misplaced"] += 1
+    elif not catalog.add_older(entry):
+        counts["without parent"] += 1
+    else:
+        counts["indexed"] += 1
+        # Not `entry` when the file was written anew meanwhile.
+        _add_waiting(catalog.at(segment.path) or entry, waiting, catalog, counts)
+
+
+def _add_waiting(entry: ColdEntry, waiting: dict[str, list[Segment]], catalog: Catalog, counts: Counter[str]) -> None:
+    """Add what waited for this entry. As deep as chains in the catalog may be, which is bounded."""
+    for segment in waiting.pop(entry.checksum, ()):
+        _add(segment, entry, waiting, catalog, counts)
 
 
 class Scans:

@@ -16,7 +16,7 @@ from .background import Closed, Write, WriterThread
 from .directory import DirectoryFull
 from .health import Bounded
 from .jobs import MAX_ATTEMPTS, Job, Ledger, describe
-from .store import ColdStore, Unavailable
+from .store import ColdStore, NotIdentical, Unavailable
 
 __all__ = ["FlushResult", "Job", "SpillQueue"]
 
@@ -140,7 +140,8 @@ class SpillQueue:
                 self._fail(job, error, retry=False)
             return True
         fingerprint, namespace, key = job.place
-        write = Write(lambda: self._store.begin(fingerprint, namespace, key, meta, force=force), self._settled)
+        until = job.continue_until
+        write = Write(lambda: self._store.begin(fingerprint, namespace, key, meta, force=force, continue_until=until), self._settled)
         with self._condition:
             self._writes[write] = job
         self._feed = _Feed(job, write, iter(tensors.items()))
@@ -225,7 +226,9 @@ class SpillQueue:
             if error is None:
                 self._counts["written"] += 1
                 self._ledger.clear(job.place)
-            elif isinstance(error, Closed):
+            elif isinstance(error, NotIdentical) and not self._closed:
+                self._continue_less(job, error.since)
+            elif isinstance(error, (Closed, NotIdentical)):
                 self._drop(job)
             else:
                 if isinstance(error, OSError) and write.opened:
@@ -272,6 +275,13 @@ class SpillQueue:
             return
         job.due = self._clock() + max(self._store.retry_in, self.debounce * 2**job.attempts)
         job.announced = False
+        self._jobs.insert(0, job)
+        self._enforce_cap()
+
+    def _continue_less(self, job: Job, until: int) -> None:
+        """Put a job back that cannot continue all that is stored: not a failure, and its turn now."""
+        self._store.not_identical()
+        job.continue_until, job.due, job.announced, job.tried_by_flush = until, self._clock(), False, 0
         self._jobs.insert(0, job)
         self._enforce_cap()
 

@@ -7,25 +7,30 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .catalog import Catalog, ColdEntry, Found
 from .directory import Directory, DirectoryFull
+from .family import leaves_first
 from .format import BadEntry, Meta, file_size
 from .health import Bounded, Checking, Outage, logger
 from .listing import Listed, listing
-from .restore import Damaged, Replaced, read_caches
+from .placing import continued_file, remove_superseded
+from .restore import Damaged, Lost, read_caches
 from .scan import Scans, cold_entry, scan
+from .segments import ChainFull, Continuation, NotIdentical, continuation, inode
 from .writer import EntryWriter
 
-__all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "Unavailable"]
+__all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "NotIdentical", "Unavailable"]
 
 # What `stats` counts: bytes and tokens where the name says so, else events.
 COUNTERS = (
     "restores", "restored_bytes", "restored_tokens", "stored", "stored_bytes", "superseded", "evictions", "quarantined",
-    "corrupt", "gone", "read_errors", "write_errors", "skipped_too_large",
+    "corrupt", "gone", "read_errors", "write_errors", "skipped_too_large", "written_bytes", "new_token_bytes", "continued",
+    "not_identical", "compactions",
 )  # fmt: skip
 
 
@@ -79,7 +84,7 @@ class ColdStore:
         return self._catalog.closest(fingerprint, namespace, key)
 
     def covers(self, fingerprint: str, namespace: str, key: bytes) -> bool:
-        """Whether an entry that serves exactly these tokens is on disk. Looks whether its file still is."""
+        """Whether an entry that serves exactly these tokens is on disk. Looks whether its files still are."""
         return self._covered(fingerprint, namespace, key, lambda path: os.stat(path, follow_symlinks=False))
 
     def touch(self, fingerprint: str, namespace: str, key: bytes) -> bool:
@@ -89,13 +94,15 @@ class ColdStore:
     def _covered(self, fingerprint: str, namespace: str, key: bytes, look: Callable[[Path], object]) -> bool:
         length = len(key) // 8
         while (found := self.find(fingerprint, namespace, key, length)) and found.length == length:
-            try:
-                look(found.entry.path)
-            except FileNotFoundError:
-                self._catalog.forget(found.entry.path, found.entry)
-            except OSError:
-                self._count("untouched")  # not reachable for the moment: nobody can say it is gone
-                return True
+            for entry in reversed(found.entry.chain):
+                try:
+                    look(entry.path)
+                except FileNotFoundError:
+                    self._catalog.forget(entry.path, entry)
+                    break
+                except OSError:
+                    self._count("untouched")  # not reachable for the moment: nobody can say it is gone
+                    return True
             else:
                 return True
         return False
@@ -105,16 +112,19 @@ class ColdStore:
     def restore(self, entry: ColdEntry) -> list[Any] | None:
         """The entry's caches, with room to grow; None when it cannot be had any more. Generation thread only.
 
-        A damaged file is quarantined, one that has gone is forgotten. Memory at its
-        highest: the caches, and on CUDA one tensor more.
+        A damaged file is quarantined, one that has gone is forgotten, and with either
+        all that continue it. Memory at its highest: the caches, and on CUDA one tensor
+        more.
         """
         started = time.perf_counter()
         try:
             caches = read_caches(entry, self._checking, self._used)
-        except (FileNotFoundError, Replaced):
+        except Lost as error:
             self._count("gone")
+            self._catalog.forget(error.entry.path, error.entry)
         except Damaged as error:
-            self._damaged(entry.path, error.status, error)
+            self._damaged(error.entry.path, error.status, error)
+            self._catalog.forget(error.entry.path, error.entry)
         except OSError as error:
             self._count("read_errors")
             self._log.warn("read", "SSD cache: reading %s failed (%s)", entry.path.name, error)
@@ -125,7 +135,8 @@ class ColdStore:
         else:
             seconds = time.perf_counter() - started
             with self._lock:
-                self._counts.update(restores=1, restored_bytes=entry.nbytes, restored_tokens=entry.length)
+                size = sum(one.nbytes for one in entry.chain)
+                self._counts.update(restores=1, restored_bytes=size, restored_tokens=entry.length)
                 self._seconds = {"last": seconds, "total": self._seconds["total"] + seconds}
             return caches
         self._catalog.forget(entry.path, entry)
@@ -141,27 +152,66 @@ class ColdStore:
         meta: Meta,
         *,
         force: bool = False,
+        continue_until: int | None = None,
     ) -> EntryWriter:
         """A writer for one entry: write its tensors in order, then commit, which makes it durable and findable.
 
         `meta` as from `spill.describe`; fingerprint, namespace, length and time are
-        set here. Makes room first. Raises DirectoryFull when the entry cannot fit,
-        Unavailable while the directory rests after a failure (unless `force`), and
-        OSError; the same from the writer.
+        set here. The tensors are to be written whole; what goes into the file is only
+        what the longest stored beginning of the entry does not hold, of which no more
+        than `continue_until` tokens are used. When that beginning turns out to hold
+        other numbers, the writer raises NotIdentical, and its `since` is what
+        `continue_until` should be in the next try. Makes room first. Raises
+        DirectoryFull when the entry cannot fit, Unavailable while the directory rests
+        after a failure (unless `force`), and OSError; the same from the writer.
         """
         if self._outage.retry_in("write") > 0 and not force:
             raise Unavailable("The cache directory failed lately.")
         meta = replace(meta, fingerprint=fingerprint, namespace=namespace, length=len(key) // 8, created=time.time_ns())
-        size = file_size(meta)
-        path = self._directory.entry_path(fingerprint, namespace, key)
-        keep = frozenset({path, *(a.path for a in self._catalog.superseded(meta, key))})
+        proof = self._continuation(meta, key, meta.length if continue_until is None else continue_until)
+        try:
+            return self._open(meta, key, proof)
+        except BaseException:
+            if proof is not None:
+                proof.close()
+            raise
+
+    def _continuation(self, meta: Meta, key: bytes, limit: int) -> Continuation | None:
+        try:
+            return continuation(self._catalog, meta, key, limit)
+        except ChainFull:
+            self._count("compactions")
+        except OSError as error:  # what cannot be read is no reason not to write
+            self._count("read_errors")
+            self._log.warn("read", "SSD cache: what an entry continues could not be read (%s)", error)
+        return None
+
+    def _open(self, meta: Meta, key: bytes, proof: Continuation | None) -> EntryWriter:
         partial, fd = None, -1
+        keep = {one.path for one in self._catalog.superseded(meta, key)}
         try:
             self._directory.prepare()
             with self._directory.locked():
-                self._evict(size, keep)
+                if proof is not None:
+                    try:
+                        self._evict(file_size(proof.meta), frozenset(keep), frozenset(one.path for one in proof.chain))
+                    except DirectoryFull:  # without the chain there may be room for the whole entry
+                        proof.close()
+                        proof = None
+                if proof is not None:
+                    meta = proof.meta
+                path = self._directory.entry_path(meta.fingerprint, meta.namespace, key, meta.parent)
+                size = file_size(meta)
+                if proof is None:
+                    self._evict(size, frozenset({path, *keep}))
                 partial, fd = self._directory.create_partial(size)
-            return EntryWriter(partial, fd, meta, key, lambda done: self._publish(done, path, meta, key, size))
+            writer = EntryWriter(
+                partial, fd, meta, key,
+                publish=lambda done: self._publish(done, path, writer, key, proof),
+                proof=proof,
+                wrote=lambda size: self._add("written_bytes", size),
+            )  # fmt: skip
+            return writer
         except DirectoryFull as error:
             self._count("skipped_too_large")
             self._log.warn("large", "SSD cache: %d tokens are not stored: %s", meta.length, error)
@@ -171,6 +221,10 @@ class ColdStore:
                 _discard(partial, fd)
             self.write_failed(error)
             raise
+
+    def not_identical(self) -> None:
+        """Count an entry that could not continue what is stored."""
+        self._count("not_identical")
 
     def write_failed(self, error: OSError) -> None:
         """Note that writing an entry failed: warn once, count, let the directory rest."""
@@ -182,25 +236,37 @@ class ColdStore:
         """Seconds until `begin` is worth calling again after a failure; else 0."""
         return self._outage.retry_in("write")
 
-    def _publish(self, partial: Path, path: Path, meta: Meta, key: bytes, size: int) -> None:
-        entry = cold_entry(path, meta, key, size)
+    def _publish(self, partial: Path, path: Path, writer: EntryWriter, key: bytes, proof: Continuation | None) -> None:
+        meta, size = writer.meta, writer.size
         with self._directory.locked():
-            os.utime(partial, ns=(self._now(), self._now()))
+            if proof is not None:
+                proof.confirm()
+            if (there := continued_file(self._directory, self._catalog, path)) is not None:
+                partial.unlink(missing_ok=True)
+                self._use(there)
+                return
+            now = self._now()
+            os.utime(partial, ns=(now, now))
             self._directory.publish(partial, path)
-            self._catalog.add(entry)
-            for ancestor in self._catalog.superseded(meta, key):
-                ancestor.path.unlink(missing_ok=True)
-                self._catalog.forget(ancestor.path, ancestor)
+            parent = proof.chain[-1] if proof is not None else None
+            entry = cold_entry(path, meta, key, size, parent, writer.checksum, inode(path) or (0, 0))
+            if not self._catalog.add(entry):  # the parent left it just now: it was found to be damaged
+                path.unlink(missing_ok=True)
+                raise NotIdentical(f"{path.name} lost its parent.", 0)
+            for _ in remove_superseded(self._directory, self._catalog, entry, meta):
                 self._count("superseded")
+            if parent is not None:
+                self._use(parent)
         self._measure()
+        tokens = sum(spec.nbytes for spec, part in zip(meta.tensors, meta.by_token, strict=True) if part)
         with self._lock:
-            self._counts.update(stored=1, stored_bytes=size)
+            self._counts.update(stored=1, stored_bytes=size, new_token_bytes=tokens, continued=int(proof is not None))
         self._outage.worked("write")
 
-    def _evict(self, need: int, keep: frozenset[Path] = frozenset()) -> None:
+    def _evict(self, need: int, keep: frozenset[Path] = frozenset(), pinned: frozenset[Path] = frozenset()) -> None:
         """Make room, and forget what went. Call with the directory locked."""
         try:
-            for path in self._directory.make_room(need, keep):
+            for path in self._directory.make_room(need, keep, pinned):
                 self._catalog.forget(path)
                 self._count("evictions")
         finally:
@@ -218,9 +284,12 @@ class ColdStore:
         with self._lock:
             counts, seconds = Counter(self._counts), dict(self._seconds)
             usage, scans = self._usage, dict(self._scanned)
+        segments, longest_chain = self._catalog.counts()
         return {
             "directory": str(self.root),
             "entries": len(self._catalog),
+            "segments": segments,
+            "longest_chain": longest_chain,
             "bytes": usage,
             "max_bytes": self.max_bytes,
             **{name: counts[name] for name in COUNTERS},
@@ -240,11 +309,11 @@ class ColdStore:
         """Delete all entries (of one model), and all damaged files; returns how many files went. Raises OSError."""
         count = 0
         with self._directory.locked():
-            for file in self._directory.files():
-                if file.kind == "bad" or (file.kind == "entry" and fingerprint in (None, file.owner)):
-                    file.path.unlink(missing_ok=True)
-                    self._catalog.forget(file.path)
-                    count += 1
+            ours = [f for f in self._directory.files() if f.kind == "bad" or (f.kind == "entry" and fingerprint in (None, f.owner))]
+            for file in leaves_first(ours, lambda f: f.used):
+                file.path.unlink(missing_ok=True)
+                self._catalog.forget(file.path)
+                count += 1
             self._measure()
         return count
 
@@ -277,8 +346,7 @@ class ColdStore:
         self._scans.wait_for("")  # which makes the directory
         try:
             files = self._directory.files()
-            for entry in scan(files, fingerprint, self._catalog.knows, self._damaged, counts):
-                self._catalog.add_older(entry)
+            for _ in scan(files, fingerprint, self._catalog, self._damaged, counts):
                 if self._scans.closed:
                     return
             self._measure()
@@ -290,7 +358,7 @@ class ColdStore:
         self._outage.worked("read")
         with self._lock:
             self._scanned[fingerprint] = dict(counts)
-        skipped = ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if why not in ("scanned", "indexed"))
+        skipped = ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if n and why not in ("scanned", "indexed"))
         logger.info(
             "SSD cache %s: scanned %d, indexed %d, skipped: %s; %.2f of %.2f GB used, %.1f GB free on the disk",
             self.root, counts["scanned"], counts["indexed"], skipped or "none", self._usage / 1e9, self.max_bytes / 1e9,
@@ -306,6 +374,12 @@ class ColdStore:
         except OSError as failure:
             logger.debug("SSD cache: quarantine: %s", failure)
 
+    def _use(self, entry: ColdEntry) -> None:
+        """Note the use of an entry, in all its files."""
+        with suppress(OSError):  # recency is not worth what was just done
+            for one in reversed(entry.chain):
+                self._used(one.path)
+
     def _used(self, file: Path | int) -> None:
         """Note the use of a file, in the file. Raises OSError."""
         now = self._now()
@@ -318,8 +392,11 @@ class ColdStore:
             return self._last_use
 
     def _count(self, name: str) -> None:
+        self._add(name, 1)
+
+    def _add(self, name: str, number: int) -> None:
         with self._lock:
-            self._counts[name] += 1
+            self._counts[name] += number
 
 
 def _discard(partial: Path, fd: int) -> None:

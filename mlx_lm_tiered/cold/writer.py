@@ -6,50 +6,90 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
 from . import format as fmt
-from .format import Meta
+from .format import Meta, TensorSpec
+
+
+class Proof(Protocol):
+    """What stands between a segment's writer and what its parents hold; see `segments.Continuation`."""
+
+    def start(self, spec: TensorSpec) -> None:
+        """A whole tensor is about to come."""
+
+    def take(self, data: memoryview) -> memoryview:
+        """Its next bytes; returns those of them that no parent holds."""
+
+    def check(self, number: int) -> None:
+        """It has come, it was number `number` of the entry's. Raises NotIdentical."""
+
+    def close(self) -> None:
+        """No more of it."""
 
 
 class EntryWriter:
     """Writes the tensors of `meta` in their order, each in one or more pieces, then commits. One thread at a time.
 
-    `fd` is open on the file at `path`. `publish(path)` puts the finished, synced file
-    in place. All methods raise OSError; after that, or when given up, `abort`.
+    Tensors come whole (`meta.whole`), also for a segment: `proof` takes what the
+    parents hold and raises NotIdentical when they hold something else. `fd` is open on
+    the file at `path`. `publish(path)` puts the finished, synced file in place.
+    `wrote` is told every write's bytes. All methods raise OSError; after that, or when
+    given up, `abort`.
     """
 
-    def __init__(self, path: Path, fd: int, meta: Meta, key: bytes, publish: Callable[[Path], None]):
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        meta: Meta,
+        key: bytes,
+        publish: Callable[[Path], None],
+        proof: Proof | None = None,
+        wrote: Callable[[int], None] = lambda size: None,
+    ):
         self.meta = meta
+        self.checksum = ""  # of the finished header
         self._path = path
         self._fd = fd
         self._publish = publish
+        self._proof = proof
+        self._wrote = wrote
         self._header = fmt.layout(meta)
+        self._specs = (meta.all_tensors[0], *meta.whole)
         self.size = len(self._header) + sum(spec.nbytes for spec in meta.all_tensors)
         self._at = len(self._header)
         self._checksums: list[str] = []
         self._left = 0
         self._hasher = xxhash.xxh3_64()
-        tokens = np.frombuffer(key, dtype=">i8").astype("<i8").tobytes()
+        tokens = np.frombuffer(key, dtype=">i8")[meta.start :].astype("<i8").tobytes()
         self.write(fmt.TOKENS, memoryview(tokens))
 
     def write(self, name: str, data: memoryview) -> None:
         """Write the next bytes of tensor `name`. Raises ValueError when it is not this tensor's turn."""
-        spec = self.meta.all_tensors[len(self._checksums)] if not self.finished else None
+        number = len(self._checksums)
+        spec = self._specs[number] if not self.finished else None
         if spec is None or name != spec.name:
             raise ValueError(f"It is not the turn of tensor {name!r}.")
+        proven = self._proof is not None and number > 0 and self.meta.by_token[number - 1]
         if self._left == 0:
             self._left = spec.nbytes
+            if self._proof is not None and proven:
+                self._proof.start(spec)
         if len(data) > self._left:
             raise ValueError(f"Tensor {name!r} is longer than announced.")
-        self._hasher.update(data)
-        _write_all(self._fd, data, self._at)
-        self._at += len(data)
         self._left -= len(data)
+        if self._proof is not None and proven:
+            data = self._proof.take(data)
+        self._hasher.update(data)
+        self._put(data, self._at)
+        self._at += len(data)
         if self._left == 0:
+            if self._proof is not None and proven:
+                self._proof.check(number - 1)
             self._checksums.append(self._hasher.hexdigest())
             self._hasher = xxhash.xxh3_64()
 
@@ -62,8 +102,8 @@ class EntryWriter:
         """Seal the header, bring the file to the disk, put it in place. Afterwards the entry survives a crash."""
         if not self.finished:
             raise ValueError("Not all tensors are written.")
-        fmt.seal(self._header, self._checksums)
-        _write_all(self._fd, memoryview(self._header), 0)
+        self.checksum = fmt.seal(self._header, self._checksums)
+        self._put(memoryview(self._header), 0)
         full_sync(self._fd)
         self._close()
         self._publish(self._path)
@@ -74,9 +114,15 @@ class EntryWriter:
             self._close()
         self._path.unlink(missing_ok=True)
 
+    def _put(self, data: memoryview, at: int) -> None:
+        _write_all(self._fd, data, at)
+        self._wrote(len(data))
+
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
         os.close(fd)
+        if self._proof is not None:
+            self._proof.close()
 
 
 def full_sync(fd: int) -> None:

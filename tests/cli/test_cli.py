@@ -153,6 +153,18 @@ def test_bench_overhead_decodes_while_entries_wait(tiny_llama: Path, tmp_path: P
     assert found["decode_ratio_min"] <= found["decode_ratio"] <= found["decode_ratio_max"]
 
 
+def test_bench_writes(tiny_llama: Path, tmp_path: Path):
+    file = tmp_path / "writes.json"
+    done = command("bench", "writes", "--model", tiny_llama, "--turns", "6", "--turn-tokens", "300", "--json", file)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["bytes_written_per_kv_byte"] <= 1.1
+    assert found["kv_bytes_per_token"] == 1536 and found["segments"] == 5 and found["longest_chain"] == 6
+    assert len(found["bytes_written_by_turn"]) == 6 and sum(found["bytes_written_by_turn"]) == found["bytes_written"]
+    assert found["cached_tokens"] == found["ram_cached_tokens"] == found["prompt_tokens"] - 1
+    assert found["text_equal"] is True and found["tokens"] > 1800
+
+
 def test_bench_start_up(tmp_path: Path):
     """Issue 1 allows 1 ms on a quiet machine; the limit here leaves room for a busy one."""
     done = command("bench", "start-up", "--repeats", "15", "--json", tmp_path / "start.json")

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cold_helpers import job, plain, restore, save, scanned
+from cold_helpers import grown, job, plain, restore, save, scanned
 
 from mlx_lm_tiered.cold import writer
 from mlx_lm_tiered.cold.store import DirectoryFull
@@ -49,6 +49,16 @@ def replace_for_ever(root: Path) -> None:
         say(tokens)
 
 
+def grow_for_ever(root: Path) -> None:
+    """Save a conversation that grows by 10 tokens a turn."""
+    slowly()
+    store = scanned(root)
+    longest = store.stats()["longest_durable_prefix_tokens"]
+    for tokens in range(longest + 10, 2000, 10):
+        save(store, job(range(tokens), grown(tokens, layers=4)))
+        say(tokens)
+
+
 def hang_in_a_save(root: Path) -> None:
     store = scanned(root)
     writer._write_all = lambda fd, data, at: (say("writing"), time.sleep(1000))
@@ -76,4 +86,4 @@ def share(root: Path, seed: int, cap: int, rounds: int) -> None:
     store.close()
 
 
-TASKS = {"replace": replace_for_ever, "hang": hang_in_a_save, "share": share}
+TASKS = {"replace": replace_for_ever, "grow": grow_for_ever, "hang": hang_in_a_save, "share": share}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +15,7 @@ from mlx_lm_tiered.cold.arrays import to_bytes
 from mlx_lm_tiered.cold.directory import Directory
 from mlx_lm_tiered.cold.jobs import Job, describe
 from mlx_lm_tiered.cold.spill import SpillQueue
-from mlx_lm_tiered.cold.store import ColdStore
+from mlx_lm_tiered.cold.store import ColdStore, NotIdentical
 from mlx_lm_tiered.identity import Identity
 from mlx_lm_tiered.prefix.index import token_key
 
@@ -28,6 +30,20 @@ def plain(tokens: int, layers: int = 2, dtype: mx.Dtype = mx.float32, seed: int 
     for i, cache in enumerate(caches):
         key = mx.random.key(seed * 1000 + i)
         values = mx.random.normal((1, heads, tokens, dim), key=key).astype(dtype)
+        cache.update_and_fetch(values, values + 1)
+    return caches
+
+
+@cache
+def _walk_of(layer: int, seed: int, dim: int) -> mx.array:
+    return mx.random.normal((1, 2, 2048, dim), key=mx.random.key(seed * 1000 + layer))
+
+
+def grown(tokens: int, layers: int = 2, seed: int = 0, dim: int = 8, kind: type = KVCache) -> list:
+    """Caches of a conversation of `tokens` so far: the same seed's shorter ones hold the same values for the same tokens."""
+    caches = [kind() for _ in range(layers)]
+    for i, cache in enumerate(caches):
+        values = _walk_of(i, seed, dim)[:, :, :tokens]
         cache.update_and_fetch(values, values + 1)
     return caches
 
@@ -54,14 +70,18 @@ def job(tokens: Sequence[int], caches: list | None = None, identity: Identity = 
     return Job(identity, "", token_key(tokens), caches, role)
 
 
-def save(store: ColdStore, saved: Job) -> Path:
+def save(store: ColdStore, saved: Job, until: int | None = None) -> Path:
     """Write one entry, without a queue. Returns its path."""
     meta, tensors = describe(saved)
-    writer = store.begin(*saved.place, meta)
+    writer = store.begin(*saved.place, meta, continue_until=until)
     try:
         for name, array in tensors.items():
             writer.write(name, to_bytes(array))
         writer.commit()
+    except NotIdentical as error:
+        writer.abort()
+        assert until is None or error.since < until
+        return save(store, saved, error.since)
     except BaseException:
         writer.abort()
         raise
@@ -96,9 +116,13 @@ def same(a: Sequence, b: Sequence) -> bool:
 
 
 def disk_bytes(root: Path) -> int:
-    """All files under a directory, by size, while nobody moves any."""
+    """All files under a directory, by size, while nobody moves any. Unfinished ones may go meanwhile."""
+    total = 0
     with Directory(root, 0).locked():
-        return sum(path.lstat().st_size for path in root.rglob("*") if not path.is_dir())
+        for path in root.rglob("*"):
+            with suppress(FileNotFoundError):
+                total += path.lstat().st_size if not path.is_dir() else 0
+    return total
 
 
 def flush(queue: SpillQueue, timeout: float = 10.0):

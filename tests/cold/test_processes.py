@@ -16,7 +16,8 @@ from typing import Any
 
 import child_save
 import pytest
-from cold_helpers import disk_bytes, job, plain, restore, same, save, scanned
+from cold_helpers import FINGERPRINT, disk_bytes, grown, job, plain, restore, same, save, scanned
+from mlx_lm_tiered.cold.catalog import MAX_CHAIN
 
 HERE = Path(__file__).parent
 
@@ -93,6 +94,32 @@ def test_a_kill_at_any_moment_leaves_the_old_entry_or_the_new_one(tmp_path: Path
         assert store.stats()["corrupt"] == 0
         store.close()
     assert orphans > 0, "no kill hit a save; the test proves nothing"
+
+
+def test_a_kill_at_any_moment_leaves_a_chain_without_gaps(tmp_path: Path, start: Start) -> None:
+    draw = random.Random(6)
+    root = tmp_path / "c"
+    durable = orphans = 0
+    for _ in range(12):
+        with start("grow", root) as child:
+            for _ in range(draw.randrange(1, 9)):
+                durable = child.pipe.recv()
+            time.sleep(draw.random() * 0.02)
+            child.process.kill()
+            rest = child.rest()
+        durable = rest[-1] if rest else durable
+        orphans += bool(partials(root))
+        store = scanned(root)
+        stats = store.stats()
+        longest = stats["longest_durable_prefix_tokens"]
+        assert longest in (durable, durable + 10)
+        assert stats["scans"][FINGERPRINT]["without parent"] == stats["corrupt"] == 0
+        found = restore(store, range(longest))
+        assert found is not None and same(found, grown(longest, layers=4))
+        store.close()
+    assert orphans > 0, "no kill hit a save; the test proves nothing"
+    # The chain was at its longest once, and what the whole entry made superfluous went.
+    assert longest // 10 > MAX_CHAIN or stats["longest_chain"] == longest // 10
 
 
 def test_a_later_start_leaves_a_live_writer_alone_and_cleans_up_after_a_dead_one(tmp_path: Path, start: Start) -> None:

@@ -257,7 +257,7 @@ def test_the_scan_of_thousands_of_entries_delays_nothing_and_loses_nothing(tmp_p
     store = scanned(root)
     first = save(store, job(range(64)))
     content = first.read_bytes()
-    from mlx_lm_tiered.cold.directory import entry_name
+    from mlx_lm_tiered.cold.family import entry_name
 
     # Other tokens in the same file: the tokens' and the header's checksums are made anew.
     import struct
