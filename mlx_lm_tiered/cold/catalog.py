@@ -114,7 +114,8 @@ class Catalog:
         if best is None:
             return None
         entry, start = best
-        while start <= entry.start or entry.length - start > start:
+        # An entry of the same tokens gives way to the new one, so it cannot be its parent.
+        while start <= entry.start or entry.length - start > start or entry.key == key:
             if entry.parent is None:
                 return None
             start = min(start, entry.start)

@@ -42,15 +42,11 @@ class Chains(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp()) / "c"
         self.saved: dict[tuple[int, ...], list[list]] = {}
         self.tampered = False
+        self.stores = []
 
     @initialize()
     def start(self):
-        self.stores = [scanned(self.root, CAP), scanned(self.root, CAP)]
-
-    def teardown(self):
-        for store in getattr(self, "stores", ()):
-            store.close()
-        shutil.rmtree(self.root.parent)
+        self.stores = [scanned(self.root, CAP, verify="always"), scanned(self.root, CAP, verify="always")]
 
     @rule(who=st.integers(0, 1), talk=st.integers(0, 2), turns=st.integers(1, 6), fork=st.integers(0, 2), computed=st.sampled_from([0, 0, 0, 1]))
     def put(self, who, talk, turns, fork, computed):
@@ -62,11 +58,24 @@ class Chains(RuleBasedStateMachine):
         except DirectoryFull:
             return
         self.saved.setdefault(tuple(tokens), []).append(caches)
+        self.look(self.stores[who], tokens)
+        if not self.tampered:
+            found = restore(self.stores[who], tokens)
+            # Those of another run stay where others continue them.
+            assert any(same(found, one) for one in self.saved[tuple(tokens)])
+
+    def teardown(self):
+        for tokens in list(self.saved):
+            for store in self.stores:
+                self.look(store, list(tokens))
+        for store in self.stores:
+            store.close()
+        shutil.rmtree(self.root.parent)
 
     @rule(who=st.integers(0, 1))
     def restart(self, who):
         self.stores[who].close()
-        self.stores[who] = scanned(self.root, CAP)
+        self.stores[who] = scanned(self.root, CAP, verify="always")
 
     @rule(who=st.integers(0, 1))
     def clear(self, who):
@@ -97,7 +106,10 @@ class Chains(RuleBasedStateMachine):
             return
         tokens = list(data.draw(st.sampled_from(sorted(self.saved))))
         tokens += data.draw(st.sampled_from([[], [7, 7]]))
-        store = self.stores[who]
+        self.look(self.stores[who], tokens)
+
+    def look(self, store, tokens):
+        """Whatever is found for these tokens is right."""
         found = store.find(FINGERPRINT, "", token_key(tokens), len(tokens))
         if found is None:
             return
@@ -117,7 +129,7 @@ class Chains(RuleBasedStateMachine):
 
     @invariant()
     def what_is_known_has_its_chain(self):
-        for store in getattr(self, "stores", ()):
+        for store in self.stores:
             for entry in list(store._catalog._paths.values()):
                 assert all(store._catalog.at(one.path) is one for one in entry.chain)
         if not self.tampered and self.root.exists():

@@ -470,6 +470,18 @@ def test_two_processes_continue_the_same_entry(tmp_path):
     assert same(restore(scanned(tmp_path / "c"), range(300)), grown(300))
 
 
+def test_an_entry_does_not_continue_itself(tmp_path):
+    """Its fork, deleted by another process, would lead to it."""
+    store = scanned(tmp_path / "c")
+    (first,) = talk(store, 200)
+    tokens = [*range(180), *range(900, 1000)]
+    fork = save(store, job(tokens, grown(280)))
+    assert meta(fork).start == 180
+    fork.unlink()
+    assert talk(store, 200) == [first]
+    assert meta(first).start == 0 and same(restore(scanned(store.root), range(200)), grown(200))
+
+
 def test_durable_means_the_whole_chain(tmp_path):
     store = scanned(tmp_path / "c")
     first, second = talk(store, 100, 200)
