@@ -113,6 +113,7 @@ class Runtime:
         deadline = time.monotonic() + timeout
         answer_by = max(deadline, time.monotonic() + ANSWER_WAIT)
         tried: set[int] = set()
+        self._await_identities(deadline)
         while True:
             result = self._queue.flush(max(0.0, deadline - time.monotonic()))
             answer = self._flushes.ask(tried, answer_by, self._wake, self._alive)
@@ -212,6 +213,12 @@ class Runtime:
         self._caches.clear()
 
     # Inside
+
+    def _await_identities(self, deadline: float) -> None:
+        """Wait until the models of all entries are fingerprinted: without it nothing of them can be written."""
+        assert self._identities is not None
+        for source in {entry.source for cache in list(self._caches) for entry in cache.entries()}:
+            self._identities.get(source, max(0.0, deadline - time.monotonic()))
 
     def _min_tokens(self, serves: Serves) -> int:
         """Scripts compare numbers more often than they send short prompts twice; who has a prompt cache means to reuse."""

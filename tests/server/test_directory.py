@@ -79,7 +79,8 @@ def test_17_all_files_stay_below_the_cap(tiny_llama, tiny_lfm2, cache_dir, tmp_p
         assert time.monotonic() < deadline, "files that the statistics do not count"
         stats = server.stats()["ssd"]
         assert stats["evictions"] > 0 and stats["entries"] >= 2, stats
-        assert server.terminate() == 1  # for the same reason
+        # Whether memory still holds more than the cap depends on what the last swap of models could save.
+        assert server.terminate() in (0, 1)
     assert watch.looks > 100 and 0.6 * cap < watch.highest <= cap
     with tiered(tiny_llama, cache_dir, "--ssd-cache-max", str(cap // 2), log=tmp_path / "log2") as server:
         ask(server, "hi")
@@ -200,6 +201,7 @@ EFFECTS = {
     "ssd_cache_max": "test_directory.py::test_17_all_files_stay_below_the_cap",
     "ssd_cache_verify": "test_directory.py::test_28_never_verifying_reads_what_verifying_refuses",
     "ssd_queue": "test_directory.py::test_28_the_queues_size_and_the_least_prefix_are_kept",
+    "ssd_demote_idle": "test_demotion.py::test_an_idle_entry_leaves_ram_and_comes_back",
     "writebehind": "test_restart.py::test_without_writebehind_a_flush_still_saves",
     "shutdown_timeout": "test_restart.py::test_the_shutdown_timeout_holds",
     "admin_routes": "test_faults.py::test_routes_are_for_this_machine_and_this_origin",

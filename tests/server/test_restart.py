@@ -197,3 +197,11 @@ def test_stats_is_json_of_both_tiers(tiny_llama, cache_dir, tmp_path):
         assert isinstance(stats["ssd"][name], int), name
     for name in ("entries", "bytes", "max_bytes"):
         assert isinstance(stats["ram"][name], int), name
+
+
+def test_a_flush_right_after_the_first_answer_waits_for_the_fingerprint(real_model, cache_dir, tmp_path):
+    """Half a gigabyte of weights is still being hashed then."""
+    with tiered(real_model, cache_dir, log=tmp_path / "log") as server:
+        server.chat(user("hi"), max_tokens=1)
+        status, report = server.flush()
+    assert status == 200 and report["entries"] >= 1
