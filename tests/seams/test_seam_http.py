@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 import witness
+from support.models import ENDLESS
 from support.server import Server, user
 
 from mlx_lm_patches.access import is_local
@@ -64,7 +65,7 @@ def begun(server, **options):
     """A request that would take minutes, being decoded."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     with closing(connection):
-        body = {"messages": user("Tell me."), "max_tokens": 1000000, **options}
+        body = {"messages": user("Tell me."), "max_tokens": 1000000, "logit_bias": ENDLESS, **options}
         connection.request("POST", "/v1/chat/completions", json.dumps(body))
         until = time.monotonic() + 20
         while "Prompt processing progress" not in server.log():

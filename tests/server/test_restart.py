@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from support.models import document
+from support.models import ENDLESS, document
 from support.server import RequestFailed, stock, tiered, user
 
 LONG = 3000  # characters: several hundred tokens, past the tiny models' window of 64
@@ -73,7 +73,7 @@ def test_a_signal_lets_the_running_request_finish_and_saves(tiny_llama, cache_di
     question = document(LONG)
     with tiered(tiny_llama, cache_dir, log=tmp_path / "first.log") as server:
         answers = []
-        running = threading.Thread(target=lambda: answers.append(server.chat(user(question), max_tokens=400, tokens=True)))
+        running = threading.Thread(target=lambda: answers.append(server.chat(user(question), max_tokens=400, tokens=True, logit_bias=ENDLESS)))
         running.start()
         while not server.stats()["lookups"]:
             time.sleep(0.01)
@@ -90,7 +90,7 @@ def test_a_signal_lets_the_running_request_finish_and_saves(tiny_llama, cache_di
 
 def test_a_second_signal_exits_at_once(tiny_llama, cache_dir, tmp_path):
     with tiered(tiny_llama, cache_dir, log=tmp_path / "log") as server:
-        threading.Thread(target=lambda: pytest.raises((RequestFailed, OSError), server.chat, user("a"), max_tokens=100000), daemon=True).start()
+        threading.Thread(target=lambda: pytest.raises((RequestFailed, OSError), server.chat, user("a"), max_tokens=10**6, logit_bias=ENDLESS), daemon=True).start()
         while not server.stats()["lookups"]:
             time.sleep(0.01)
         server.signal(signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_a_second_signal_exits_at_once(tiny_llama, cache_dir, tmp_path):
 
 def test_the_shutdown_timeout_holds(tiny_llama, cache_dir, tmp_path):
     with tiered(tiny_llama, cache_dir, "--shutdown-timeout", "1", log=tmp_path / "log") as server:
-        threading.Thread(target=lambda: pytest.raises((RequestFailed, OSError), server.chat, user("a"), max_tokens=10**6), daemon=True).start()
+        threading.Thread(target=lambda: pytest.raises((RequestFailed, OSError), server.chat, user("a"), max_tokens=10**6, logit_bias=ENDLESS), daemon=True).start()
         while not server.stats()["lookups"]:
             time.sleep(0.01)
         start = time.monotonic()
