@@ -13,7 +13,7 @@ from typing import Any
 from mlx_lm_hooks import Engine, ModelSource, Serves
 
 from .identity import IdentityResolver, stat_signature
-from .prefix.ram import Entry, RamTier
+from .prefix.ram import RamTier
 from .prefix.ssd import SsdTier
 from .prefix.tiers import TieredPrefixCache
 from .settings import Settings, default_ram_bytes, format_size

@@ -116,10 +116,10 @@ class RamTier:
             return False
         index = self._indexes[entry.namespace]
         if (same := index.exact(entry.key)) is not None:
-            self._remove(same)
+            self.remove(same)
         for ancestor in index.ancestors(entry.key):
             if entry.serves(ancestor.length):
-                self._remove(ancestor)
+                self.remove(ancestor)
         self._indexes[entry.namespace].add(entry)
         self._order[entry] = None
         self._nbytes += entry.nbytes
@@ -133,13 +133,18 @@ class RamTier:
             or (max_bytes is not None and self._nbytes > max_bytes)
         ):
             entry = next(iter(self._order))
-            self._remove(entry)
+            self.remove(entry)
             self.evictions += 1
             self.on_evict(entry)
 
     def remove(self, entry: Entry) -> None:
         """Let go of an entry, without telling `on_evict`."""
-        self._remove(entry)
+        del self._order[entry]
+        index = self._indexes[entry.namespace]
+        index.remove(entry)
+        if not len(index):
+            del self._indexes[entry.namespace]
+        self._nbytes -= entry.nbytes
 
     def by_role(self) -> dict[str, tuple[int, int]]:
         """(entries, bytes) per role."""
@@ -148,11 +153,3 @@ class RamTier:
             count, size = totals.get(entry.role, (0, 0))
             totals[entry.role] = count + 1, size + entry.nbytes
         return totals
-
-    def _remove(self, entry: Entry) -> None:
-        del self._order[entry]
-        index = self._indexes[entry.namespace]
-        index.remove(entry)
-        if not len(index):
-            del self._indexes[entry.namespace]
-        self._nbytes -= entry.nbytes
