@@ -15,6 +15,8 @@ endif
 
 comma := ,
 VENV := .venv
+# Processes that run test files side by side; most tests wait for a server they started.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
@@ -24,7 +26,7 @@ demo: $(INSTALLED)
 	$(BIN)/mlx_lm.tiered demo $(DEMO_ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TEST_ARGS)
 
 $(INSTALLED): pyproject.toml $(wildcard patches/site/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where it is with make PYTHON=..."; exit 1; }
