@@ -17,9 +17,10 @@ import mlx.core as mx
 import numpy as np
 
 from .format import DTYPES, TensorSpec
+from .fresh import ask_for_huge_pages, fresh
 
 STEP = 256  # tokens by which upstream's caches grow (`KVCache.step`)
-PIECE = 4 << 20  # bytes read at once: large for the disk, small enough that hashing finds them in the processor's cache
+PIECE = 1 << 20  # bytes read at once: large for a disk that reads ahead, small enough that hashing finds them in the processor's cache
 MAX_RUNS = 512  # of one vectored read; systems allow 1024
 # Room for growth in one entry. Real entries stay far below; a hostile header could ask for a thousandfold of its file.
 MAX_ROOM = 4 << 30
@@ -62,31 +63,39 @@ def capacities(specs: tuple[TensorSpec, ...]) -> list[tuple[int, ...]]:
 
 
 class Landing:
-    """A new array of `shape`, with room for `spec`, and the places where files' bytes go in it."""
+    """A new array of `shape`, with room for `spec`, and the places where files' bytes go in it.
+
+    Made and finished on the generation thread; what is between may run on any.
+    """
 
     def __init__(self, spec: TensorSpec, shape: tuple[int, ...]):
         self._spec = spec
         self._array: mx.array | None = None
         dtype = MLX_DTYPES[spec.dtype]
         if _shared_memory():
-            self._array = mx.zeros(shape, dtype=dtype)
-            mx.eval(self._array)
+            self._array = fresh(shape, dtype)
             view = np.array(self._array.view(mx.uint16) if dtype == mx.bfloat16 else self._array, copy=False)
             if not (view.flags.writeable and view.flags.c_contiguous):
                 raise RuntimeError("mlx no longer lends its buffers to numpy")
         else:
-            view = np.zeros(shape, dtype=_numpy_dtype(spec.dtype))
+            view = np.empty(shape, dtype=_numpy_dtype(spec.dtype))
+        ask_for_huge_pages(view)
         self._view = view
 
     def runs(self, start: int = 0, stop: int | None = None, beyond: int = 0) -> Iterator[list[memoryview]]:
         """Where a file's bytes go, in order: lists of writable pieces of memory, each list about `PIECE` bytes.
 
         The file holds the tokens from `start` to `stop` along the grow axis, and
-        `beyond` more, which go nowhere.
+        `beyond` more, which go nowhere. The file that holds the last tokens (`stop` is
+        None) has the room behind them cleared, too.
         """
         spec = self._spec
         if spec.nbytes == 0:
             return
+        if stop is None and self._view.shape != spec.shape:
+            # As upstream's caches have it: the memory may hold anything, and 0 times NaN is NaN.
+            assert spec.grow_axis is not None
+            self._view[(slice(None),) * spec.grow_axis + (slice(spec.shape[spec.grow_axis], None),)] = 0
         axis = spec.grow_axis if spec.grow_axis is not None else 0
         shape = self._view.shape or (1,)
         lengths = spec.shape or (1,)

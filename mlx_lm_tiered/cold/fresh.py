@@ -1,0 +1,115 @@
+"""New memory to read into, without filling it first: touching fresh memory costs as much as the read from a warm page cache.
+
+mlx has no call for an array without values, but it lets the one who answers its
+reads fill the memory (`mx.load` from a file-like object): `_Unread` answers without
+writing anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import mmap
+import sys
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+HUGE = 4 << 20  # bytes from which on memory is asked for in huge pages, as numpy does for its own arrays
+_UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+def fresh(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """A new evaluated array. What it holds is not defined, like C's ``malloc``; write all of it before anything reads it."""
+    if not _can_load():
+        array = mx.zeros(shape, dtype=dtype, stream=mx.cpu)
+    else:
+        array = _unfilled(shape, dtype.size)
+        if array.dtype != dtype:
+            array = array.view(dtype, stream=mx.cpu)
+    mx.eval(array)
+    return array
+
+
+def ask_for_huge_pages(memory: np.ndarray) -> None:
+    """Ask the system to back an array's memory with huge pages: a thousand page faults become two. Linux only; elsewhere it does nothing."""
+    if memory.nbytes < HUGE or (advise := _advise()) is None:
+        return
+    page = mmap.PAGESIZE
+    address = memory.ctypes.data
+    start, end = -(-address // page) * page, (address + memory.nbytes) // page * page
+    advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(mmap.MADV_HUGEPAGE))  # only advice: a refusal changes nothing
+
+
+class _Unread:
+    """A file in numpy's format as `mx.load` sees it, whose body is what the memory held before."""
+
+    closed = False
+
+    def __init__(self, shape: tuple[int, ...], itemsize: int):
+        head = io.BytesIO()
+        kind = f"{'|' if itemsize == 1 else '<'}u{itemsize}"
+        np.lib.format.write_array_header_1_0(head, {"descr": kind, "fortran_order": False, "shape": shape})
+        self._head = head.getvalue()
+        self._size = len(self._head) + itemsize * int(np.prod(shape, dtype=np.int64))
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = len(self._head) if size < 0 else self._at + size
+        data = self._head[self._at : end]
+        self._at += len(data)
+        return data
+
+    def readinto(self, memory: Any) -> int:
+        data = self._head[self._at : self._at + len(memory)]
+        memory[: len(data)] = data
+        count = min(len(memory), self._size - self._at)
+        self._at += count
+        return count
+
+
+def _unfilled(shape: tuple[int, ...], itemsize: int) -> mx.array:
+    # On the processor's stream: a GPU's would take the memory over and copy it.
+    array = mx.load(_Unread(shape, itemsize), format="npy", stream=mx.cpu)
+    if not isinstance(array, mx.array) or array.shape != shape or array.dtype != _UNSIGNED[itemsize]:
+        raise TypeError("mx.load made something else of a file in numpy's format")
+    return array
+
+
+@cache
+def _can_load() -> bool:
+    """Whether this mlx takes memory for `mx.load` as we expect: tried once."""
+    try:
+        mx.eval(_unfilled((3, 5), 2))
+    except Exception:  # whatever another mlx raises: then memory is filled with zeros first
+        return False
+    return True
+
+
+@cache
+def _advise() -> Any:
+    """The system's ``madvise``; None where there is none that knows huge pages."""
+    if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    try:
+        return ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
