@@ -121,7 +121,7 @@ class Runtime:
                 break
         # A thread that gave no answer in time may hold entries nobody counted.
         unsaved = self._flushes.unsaved
-        given_up = sum(cache.given_up for cache in list(self._caches))
+        given_up = sum(cache.unsaved.lost for cache in list(self._caches))
         report = {
             "durable": result.durable and answer is False and unsaved == given_up == 0,
             "pending": result.pending + unsaved,
@@ -195,7 +195,9 @@ class Runtime:
                 "max_bytes": max((c.ram.max_bytes for c in caches), default=0),
                 "evictions": sum(c.ram.evictions for c in caches),
             },
-            "ssd": {**self._store.stats(), **self._queue.stats()} if self._store is not None else None,
+            "ssd": {**self._store.stats(), **self._queue.stats(), "waiting_for_fingerprint": sum(len(c.unsaved) for c in caches)}
+            if self._store is not None
+            else None,
         }
 
     def close(self) -> None:
@@ -246,6 +248,8 @@ class Runtime:
     def _offer_unsaved(self, tried: set[int]) -> tuple[bool, int]:
         """Queue one entry the SSD tier lacks and this flush has not tried. Whether there was one, and how many are still missing."""
         assert self._ssd is not None and self._store is not None
+        for cache in list(self._caches):
+            cache.unsaved.settle(self._ssd.covers_tokens)
         entries = [entry for cache in list(self._caches) for entry in cache.entries()]
         missing = {id(entry) for entry in entries if not self._ssd.covers(entry)}
         # Oldest first, so that the newest are the last to be evicted; but none that has no room
@@ -255,7 +259,7 @@ class Runtime:
         for entry in reversed(fitting):
             if id(entry) in missing and id(entry) not in tried:
                 tried.add(id(entry))
-                self._ssd.offer(entry)
+                self._ssd.offer(entry, kept=any(entry in cache.ram for cache in list(self._caches)))
                 return True, len(missing)
         return False, len(missing)
 

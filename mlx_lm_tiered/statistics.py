@@ -11,6 +11,9 @@ from typing import Any
 logger = logging.getLogger("mlx_lm_tiered")
 
 
+TIERS = ("ram", "queue", "ssd")  # where reused tokens come from; the queue has what left RAM and is not on disk yet
+
+
 class Statistics:
     """What `/stats` shows about requests and faults. Thread-safe."""
 
@@ -54,7 +57,7 @@ class Statistics:
             return {
                 "uptime_s": round(time.monotonic() - self._started, 3),
                 **{name: self._counts[name] for name in names},
-                "hits_by_tier": {tier: self._hits[tier] for tier in ("ram", "ssd")},
-                "tokens_saved_by_tier": {tier: self._tokens[tier] for tier in ("ram", "ssd")},
+                "hits_by_tier": {tier: self._hits[tier] for tier in TIERS},
+                "tokens_saved_by_tier": {tier: self._tokens[tier] for tier in TIERS},
                 "faults": dict(self._faults),
             }

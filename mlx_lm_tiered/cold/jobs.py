@@ -25,10 +25,13 @@ class Job:
     key: bytes = field(repr=False)
     caches: list[Any] = field(repr=False)
     role: str = "assistant"
+    kept: bool = False  # whether RAM keeps the entry as well: then the job is a snapshot, else it holds all there is
 
     # The queue's own:
     nbytes: int = 0
-    serial: int = 0
+    shortest: int = 0  # tokens that its caches can be cut to
+    number: int = 0  # of its offer
+    serial: int = 0  # of the first offer of its tokens, and of those that gave way to it: a flush after that waits for it
     due: float = 0.0
     attempts: int = 0
     tried_by_flush: int = 0
@@ -44,13 +47,20 @@ class Job:
         """Fingerprint, namespace and tokens: what the job will be found by."""
         return self.identity.fingerprint, self.namespace, self.key
 
+    def measure(self) -> None:
+        """Look at the caches: their bytes, and how far they can be cut. Generation thread only."""
+        self.nbytes = kinds.nbytes(self.caches)
+        self.shortest = shortest_cut(self.caches, self.length)
+
     def covers(self, other: Job) -> bool:
-        """Whether this job's entry will serve the other's tokens. Generation thread only."""
+        """Whether this job's entry will serve the other's tokens."""
         if (self.identity.fingerprint, self.namespace) != (other.identity.fingerprint, other.namespace):
             return False
-        if self.key == other.key:
-            return True
-        return self.key.startswith(other.key) and other.length >= shortest_cut(self.caches, self.length)
+        return self.key == other.key or (self.key.startswith(other.key) and other.length >= self.shortest)
+
+    def serves(self, length: int) -> bool:
+        """Whether its first `length` tokens can be reused."""
+        return length == self.length or self.shortest <= length < self.length
 
 
 def shortest_cut(caches: Sequence[Any], length: int) -> int:
@@ -113,7 +123,8 @@ class Ledger:
         self.forgotten = 0
 
     def note(self, job: Job, state: str) -> None:
-        """`state` is ``pending``, ``superseded``, ``dropped`` or ``failed``."""
+        """`state` is ``pending``, ``superseded``, ``dropped`` or ``failed``. Tokens offered again stay as old as they were: a flush that runs waits for them all the same."""
+        job.serial = min(job.serial, self._records.get(job.place, (job.serial,))[0])
         self.clear(job.place)
         self._records[job.place] = job.serial, state
         self._bytes += len(job.key)

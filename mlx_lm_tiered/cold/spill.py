@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .. import caches as kinds
 from .arrays import to_bytes
 from .background import Closed, Write, WriterThread
 from .directory import DirectoryFull
 from .health import Bounded
 from .jobs import MAX_ATTEMPTS, Job, Ledger, describe
+from .pending import Pending
 from .store import ColdStore, NotIdentical, Unavailable
 
 __all__ = ["FlushResult", "Job", "SpillQueue"]
@@ -64,13 +64,12 @@ class SpillQueue:
         self.max_bytes = max_bytes
         self.debounce = debounce
         self._condition = threading.Condition(threading.RLock())
-        self._jobs: list[Job] = []  # waiting, oldest first
-        self._writes: dict[Write, Job] = {}  # in flight
+        self._pending = Pending()
         self._feed: _Feed | None = None
         self._ledger = Ledger()
         self._counts: Counter[str] = Counter()
         self._log = Bounded()
-        self._serial = 0
+        self._offers = 0
         self._flushing = 0
         self._flushes = 0
         self._closed = False
@@ -84,24 +83,39 @@ class SpillQueue:
             return
         if self._store.touch(*job.place):
             return
-        job.nbytes = kinds.nbytes(job.caches)
+        job.measure()
         with self._condition:
-            self._serial += 1
-            job.serial, job.due = self._serial, self._clock() + self.debounce
+            self._offers += 1
+            job.number = job.serial = self._offers
+            job.due = self._clock() + self.debounce
             self._counts["offered"] += 1
-            longer = [other for other in self._jobs if other.key != job.key]
-            if any(other.covers(job) for other in (*longer, *self._writes.values())):
+            if (same := next((other for other in self._pending.flying if other.place == job.place), None)) is not None:
+                same.kept = same.kept and job.kept
+                return
+            if any(other.covers(job) for other in self._pending if other.key != job.key):
                 self._ledger.note(job, "superseded")
                 return
-            for other in [other for other in self._jobs if job.covers(other)]:
-                self._jobs.remove(other)
+            for other in [other for other in self._pending.waiting if job.covers(other)]:
+                self._pending.remove(other)
                 self._ledger.note(other, "superseded")
                 self._counts["superseded"] += 1
-            self._jobs.append(job)
+                job.serial = min(job.serial, other.serial)
+            self._pending.add(job)
             self._ledger.note(job, "pending")
             self._enforce_cap()
             self._condition.notify_all()
         self._thread.nudge()
+
+    def find(self, fingerprint: str, namespace: str, key: bytes, usable: Callable[[Job, int], int]) -> tuple[Job, list[Any], int] | None:
+        """The job, waiting or in flight, that serves the longest prefix of `key`, its caches, and that length.
+
+        `usable` is `PrefixIndex.best`'s. The caches are never written to: lend them.
+        """
+        with self._condition:
+            if (best := self._pending.best(fingerprint, namespace, key, usable)) is None:
+                return None
+            job, length = best
+            return job, job.caches, length  # the list: a job that is given up takes a new one
 
     def turn(self) -> bool:
         """Turn one tensor into bytes for the writer. True when more can be done right now. Never waits for the writer."""
@@ -127,23 +141,25 @@ class SpillQueue:
     def _begin(self) -> bool:
         """Start on the next job that is due: its header now, its tensors in the turns to come."""
         with self._condition:
-            job = self._next(self._clock())
-            if job is None:
+            if (job := self._next(self._clock())) is None:
                 return False
-            self._jobs.remove(job)
-            job.tried_by_flush = self._flushes
-            force = self._flushing > 0
         try:
-            meta, tensors = describe(job)
-        except Exception as error:
-            with self._condition:
-                self._fail(job, error, retry=False)
-            return True
-        fingerprint, namespace, key = job.place
-        until = job.continue_until
-        write = Write(lambda: self._store.begin(fingerprint, namespace, key, meta, force=force, continue_until=until), self._settled)
+            described, error = describe(job), None
+        except Exception as failure:
+            described, error = None, failure
         with self._condition:
-            self._writes[write] = job
+            if job not in self._pending.waiting:  # dropped meanwhile
+                return True
+            job.tried_by_flush = self._flushes
+            if described is None:
+                self._pending.remove(job)
+                self._fail(job, error, retry=False)
+                return True
+            meta, tensors = described
+            fingerprint, namespace, key = job.place
+            until, force = job.continue_until, self._flushing > 0
+            write = Write(lambda: self._store.begin(fingerprint, namespace, key, meta, force=force, continue_until=until), self._settled)
+            self._pending.fly(job, write)
         self._feed = _Feed(job, write, iter(tensors.items()))
         self._thread.start(write)
         return True
@@ -157,7 +173,7 @@ class SpillQueue:
         """
         deadline = time.monotonic() + timeout
         with self._condition:
-            target = self._serial
+            target = self._offers
             self._flushing += 1
             self._flushes += 1
             mine = self._flushes
@@ -176,12 +192,15 @@ class SpillQueue:
                 self._flushing -= 1
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the queue. `pending_bytes` are held by jobs that wait or are being written."""
+        """Counters of the queue. What is pending waits, for its debounce too, or is being written; a snapshot's entry is still in RAM, a spill's is not."""
         with self._condition:
-            jobs = [*self._jobs, *self._writes.values()]
+            spills = [job for job in self._pending if not job.kept]
             return {
-                "pending": len(jobs),
-                "pending_bytes": sum(job.nbytes for job in jobs),
+                "pending": len(self._pending),
+                "pending_bytes": self._pending.nbytes,
+                "pending_snapshots": len(self._pending) - len(spills),
+                "pending_spills": len(spills),
+                "pending_spill_bytes": sum(job.nbytes for job in spills),
                 "undurable": len(self._ledger),
                 **{name: self._counts[name] for name in ("offered", "written", "dropped", "failed")},
                 "superseded_before_writing": self._counts["superseded"],
@@ -194,9 +213,9 @@ class SpillQueue:
             self._condition.notify_all()
         ended = self._thread.close(timeout)
         with self._condition:
-            for job in self._jobs:
+            for job in list(self._pending.waiting):
+                self._pending.remove(job)
                 self._drop(job)
-            self._jobs.clear()
             self._feed = None
         return ended
 
@@ -210,7 +229,7 @@ class SpillQueue:
         with self._condition:
             # Times until due; a directory that rests after a failure makes everything wait.
             rest = 0.0 if self._flushing else self._store.retry_in
-            waiting = {job: max(job.due - self._clock(), rest) for job in self._jobs if not job.announced}
+            waiting = {job: max(job.due - self._clock(), rest) for job in self._pending.waiting if not job.announced}
             due = [job for job, left in waiting.items() if left <= 0 or self._flushing]
             for job in due:
                 job.announced = True
@@ -222,7 +241,7 @@ class SpillQueue:
     def _settled(self, write: Write, error: BaseException | None) -> None:
         """An entry became durable, or did not."""
         with self._condition:
-            job = self._writes.pop(write)
+            job = self._pending.land(write)
             if error is None:
                 self._counts["written"] += 1
                 self._ledger.clear(job.place)
@@ -245,16 +264,17 @@ class SpillQueue:
         with self._condition:
             if not self._flushing and self._store.retry_in > 0:
                 return None
-            for job in self._jobs:
+            for job in self._pending.waiting:
                 if job.tried_by_flush < self._flushes if self._flushing else job.due <= now:
                     return job
         return None
 
     def _enforce_cap(self) -> None:
-        total = sum(job.nbytes for job in (*self._jobs, *self._writes.values()))
-        while total > self.max_bytes and len(self._jobs) > 1:
-            victim = self._jobs.pop(0)
-            total -= victim.nbytes
+        excess = self._pending.nbytes - self.max_bytes
+        while excess > 0 and len(self._pending.waiting) > 1:
+            victim = self._pending.waiting[0]
+            self._pending.remove(victim)
+            excess -= victim.nbytes
             self._drop(victim)
 
     def _drop(self, job: Job) -> None:
@@ -275,19 +295,19 @@ class SpillQueue:
             return
         job.due = self._clock() + max(self._store.retry_in, self.debounce * 2**job.attempts)
         job.announced = False
-        self._jobs.insert(0, job)
+        self._pending.add(job)
         self._enforce_cap()
 
     def _continue_less(self, job: Job, until: int) -> None:
         """Put a job back that cannot continue all that is stored: not a failure, and its turn now."""
         self._store.not_identical()
         job.continue_until, job.due, job.announced, job.tried_by_flush = until, self._clock(), False, 0
-        self._jobs.insert(0, job)
+        self._pending.add(job)
         self._enforce_cap()
 
     def _unsettled(self, target: int, flush: int) -> bool:
-        waiting = any(job.serial <= target and job.tried_by_flush < flush for job in self._jobs)
-        return waiting or any(job.serial <= target for job in self._writes.values())
+        waiting = any(job.serial <= target and job.tried_by_flush < flush for job in self._pending.waiting)
+        return waiting or any(job.serial <= target for job in self._pending.flying)
 
     def _ledger_settle(self) -> None:
         with self._condition:
@@ -299,7 +319,7 @@ class SpillQueue:
         stats = self._store.stats()
         return FlushResult(
             durable=ledger.count("pending", "superseded", "dropped", "failed", until=target) == 0 and ledger.forgotten == 0,
-            pending=len(self._jobs) + len(self._writes),
+            pending=len(self._pending),
             dropped=ledger.count("dropped") + ledger.forgotten,
             failed=ledger.count("failed"),
             entries=stats["entries"],

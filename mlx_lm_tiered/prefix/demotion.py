@@ -51,7 +51,7 @@ class Demotion:
             if now - self._offered.get(entry, -OFFER_AGAIN) >= OFFER_AGAIN:
                 # What left RAM by itself need not be remembered.
                 self._offered = {e: t for e, t in self._offered.items() if now - t < OFFER_AGAIN} | {entry: now}
-                if self._ssd.offer(entry):
+                if self._ssd.offer(entry, kept=True):
                     return True
         return False
 

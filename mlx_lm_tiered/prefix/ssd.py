@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from mlx_lm_hooks import ModelSource, Taken
 
@@ -66,26 +66,40 @@ class SsdTier:
         self._patience[source] = max(0.0, patience - (time.monotonic() - started))
         return identity
 
+    def waiting(self, namespace: Hashable, source: ModelSource, key: bytes, usable: Callable[[Job, int], int]) -> tuple[Entry, int] | None:
+        """What waits to be written and serves the longest prefix of `key`, as an entry to lend from, and that length (see `PrefixIndex.best`)."""
+        if (identity := self._identity(source, 0)) is None:
+            return None
+        found = self._queue.find(identity.fingerprint, "", key, usable)
+        if found is None:
+            return None
+        job, caches, length = found
+        return Entry(namespace, source, job.key, job.length, caches, job.role, settled=True), length
+
     def closest(self, source: ModelSource, key: bytes) -> tuple[int, int] | None:
         """Length of the stored sequence that shares most leading tokens with `key`, and how many it shares."""
         identity = self._identity(source, 0)
         found = self._store.closest(identity.fingerprint, "", key) if identity is not None else None
         return (found.entry.length, found.length) if found is not None else None
 
-    def offer(self, entry: Entry) -> bool:
-        """Queue an entry to be written. False when its model's fingerprint is not known yet; True also when it can never be written."""
+    def offer(self, entry: Entry, kept: bool = False) -> bool:
+        """Queue an entry to be written; `kept` says whether RAM keeps it too. False when its model's fingerprint is not known yet; True also when it can never be written."""
         identity = self._identity(entry.source, 0)
         if identity is None:
             return not self._identities.pending(entry.source)
-        self._queue.offer(Job(identity, "", entry.key, entry.caches, entry.role))
+        self._queue.offer(Job(identity, "", entry.key, entry.caches, entry.role, kept))
         return True
 
     def covers(self, entry: Entry) -> bool:
         """Whether the directory holds these tokens durably. True for entries of a model that cannot be identified: nothing will ever be written of them."""
-        identity = self._identity(entry.source, 0)
+        return self.covers_tokens(entry.source, entry.key)
+
+    def covers_tokens(self, source: ModelSource, key: bytes) -> bool:
+        """The same for a model and a key."""
+        identity = self._identity(source, 0)
         if identity is None:
-            return not self._identities.pending(entry.source)
-        return self._store.covers(identity.fingerprint, "", entry.key)
+            return not self._identities.pending(source)
+        return self._store.covers(identity.fingerprint, "", key)
 
     def holds(self, entry: Entry) -> bool:
         """Whether the directory holds these tokens, so that they can come back from there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,15 @@ from .. import caches as kinds
 from ..statistics import Statistics
 from .demotion import Demotion
 from .index import token_key
-from .ram import Entry, RamTier
+from .ram import Entry, RamTier, usable_length
+from .unsaved import Unsaved
 
 if TYPE_CHECKING:
     from .ssd import SsdTier
 
 logger = logging.getLogger("mlx_lm_tiered")
+
+LABELS = {"ram": "RAM", "queue": "the queue", "ssd": "SSD"}
 
 
 class TieredPrefixCache:
@@ -47,9 +49,7 @@ class TieredPrefixCache:
         self._namespace = namespace
         self._writebehind = writebehind and ssd is not None
         self._min_tokens = max(1, min_tokens)
-        self._unsaved: deque[Entry] = deque()  # evicted or put before their model's fingerprint was known
-        self._max_unsaved_bytes = max_unsaved_bytes
-        self.given_up = 0  # entries that could neither be kept nor saved; may be read from anywhere
+        self.unsaved = Unsaved(max_unsaved_bytes, ram.__contains__)
         ram.on_evict = self._evicted
         self.demotion = None if ssd is None else Demotion(ram, ssd, statistics, demote_idle)
 
@@ -113,14 +113,13 @@ class TieredPrefixCache:
             mx.eval([cache.state for cache in entry.caches])
             entry.settled = True
             return True
-        if self._ssd is not None and self._unsaved and self._ssd.offer(self._unsaved[0]):
-            self._unsaved.popleft()
+        if self.unsaved.offer_one(self._offer):
             return True
         return self.demotion is not None and self.demotion.turn()
 
     def entries(self) -> list[Entry]:
         """All entries of the RAM tier, and those that wait to be queued; least recently used first."""
-        return list(self._unsaved) + [entry for entry in self.ram if entry not in self._unsaved]
+        return list(self.unsaved) + [entry for entry in self.ram if entry not in self.unsaved]
 
     # Inside
 
@@ -128,7 +127,7 @@ class TieredPrefixCache:
         """One line per request: how much was reused, and why not more."""
         if not logger.isEnabledFor(logging.INFO):
             return
-        text = f"reused {reused} of {len(tokens)} prompt tokens" + (f" from {tier.upper()}" if tier else "")
+        text = f"reused {reused} of {len(tokens)} prompt tokens" + (f" from {LABELS[tier]}" if tier else "")
         if reused < len(tokens) - 1:
             text += "; " + self._why_not_more(source, token_key(tokens), len(tokens))
         logger.info(text)
@@ -137,6 +136,8 @@ class TieredPrefixCache:
         closest = []
         if (in_ram := self.ram.closest(self._namespace(source), key)) is not None:
             closest.append((in_ram[1], in_ram[0].length, "RAM"))
+        if (waiting := self._waiting(source, key, lambda _, common: common)) is not None:
+            closest.append((waiting[1], waiting[0].length, "queue"))
         if self._ssd is not None and (on_disk := self._ssd.closest(source, key)) is not None:
             closest.append((on_disk[1], on_disk[0], "SSD"))
         if not closest:
@@ -155,7 +156,10 @@ class TieredPrefixCache:
         """What was found, and in which tier."""
         key = token_key(tokens)
         namespace = self._namespace(source)
-        found = self.ram.find(namespace, tokens, key)
+        found, tier = self.ram.find(namespace, tokens, key), "ram"
+        waiting = self._waiting(source, key, lambda e, common: usable_length(tokens, common, e.length, e.serves))
+        if waiting is not None and (found is None or found[1] < waiting[1]):
+            found, tier = waiting, "queue"
         if found is not None and found[1] < self._min_tokens:
             found = None
         if self._ssd is not None:
@@ -166,8 +170,19 @@ class TieredPrefixCache:
         if found is None:
             return None, ""
         entry, length = found
-        self.ram.touch(entry)
-        return Taken(kinds.lend(entry.caches, length if length < entry.length else None), length), "ram"
+        if tier == "ram":
+            self.ram.touch(entry)
+        elif not kinds.stay_cuttable(entry.caches):
+            self.ram.put(entry)  # as with those that are restored
+        return Taken(kinds.lend(entry.caches, length if length < entry.length else None), length), tier
+
+    def _waiting(self, source: ModelSource, key: bytes, usable: Callable[[Any, int], int]) -> tuple[Entry, int] | None:
+        """Of what has left RAM and is not on disk yet, the entry that serves the longest prefix, and that length."""
+        namespace = self._namespace(source)
+        found = [self.unsaved.find(namespace, key, usable)]
+        if self._ssd is not None:
+            found.append(self._ssd.waiting(namespace, source, key, usable))
+        return max((one for one in found if one is not None), key=lambda one: one[1], default=None)
 
     def _keep_restored(self, namespace: Hashable, source: ModelSource, tokens: Sequence[int], restored: Taken) -> Taken:
         """Restored caches go to the request, which then writes in place. Only those that a longer entry will not be able to serve stay here as well."""
@@ -220,20 +235,8 @@ class TieredPrefixCache:
             self._save(entry)
 
     def _save(self, entry: Entry) -> None:
-        if self._ssd is not None and not self._ssd.offer(entry):
-            self._keep_unsaved(entry)
+        if self._ssd is not None and not self._offer(entry):
+            self.unsaved.add(entry)
 
-    def _keep_unsaved(self, entry: Entry) -> None:
-        """Hold an entry until its model's fingerprint is known, which takes minutes for large weights: within bounds, and not what it serves itself."""
-        kept = [other for other in self._unsaved if not (_extends(entry, other) and entry.serves(other.length))]
-        self._unsaved = deque([*kept, entry])
-        held = sum(other.nbytes for other in self._unsaved)
-        while held > self._max_unsaved_bytes and len(self._unsaved) > 1:
-            oldest = self._unsaved.popleft()
-            held -= oldest.nbytes
-            if oldest not in self.ram:
-                self.given_up += 1
-
-
-def _extends(entry: Entry, other: Entry) -> bool:
-    return entry.namespace == other.namespace and entry.key.startswith(other.key)
+    def _offer(self, entry: Entry) -> bool:
+        return self._ssd is not None and self._ssd.offer(entry, kept=entry in self.ram)

@@ -269,10 +269,13 @@ class Unidentified:
     def take(self, *_):
         return None
 
+    def waiting(self, *_):
+        return None
+
     def covers(self, entry):
         return entry in self.offered
 
-    def offer(self, entry):
+    def offer(self, entry, kept):
         if self.known:
             self.offered.append(entry)
         return self.known
@@ -293,7 +296,7 @@ def test_a_conversation_waits_for_the_fingerprint_once():
     while cache.idle_turn():
         pass
     assert [entry.length for entry in ssd.offered] == [99]
-    assert [e for e in cache.entries() if not ssd.covers(e)] == [] and cache.given_up == 0
+    assert [e for e in cache.entries() if not ssd.covers(e)] == [] and cache.unsaved.lost == 0
 
 
 def test_what_waits_for_the_fingerprint_is_bounded_and_what_was_given_up_counted():
@@ -305,7 +308,7 @@ def test_what_waits_for_the_fingerprint_is_bounded_and_what_was_given_up_counted
         pass
     assert len(ssd.offered) == 5
     # Those still in the RAM tier are not lost: a flush offers them.
-    assert cache.given_up == 20 - 5 - len([e for e in cache.entries() if not ssd.covers(e)]) >= 12
+    assert cache.unsaved.lost == 20 - 5 - len([e for e in cache.entries() if not ssd.covers(e)]) >= 12
 
 
 def test_requests_wait_for_a_slow_fingerprint_once(monkeypatch):

@@ -35,7 +35,7 @@ def test_the_same_prompt_is_cold_once(tiny_model, cache_dir, tmp_path, path):
     assert cold.cached_tokens == 0
     assert warm.cached_tokens == restored.cached_tokens == cold.prompt_tokens - 1
     assert expected.tokens == cold.tokens == warm.tokens == restored.tokens
-    assert stats["hits_by_tier"] == {"ram": 0, "ssd": 1}
+    assert stats["hits_by_tier"] == {"ram": 0, "queue": 0, "ssd": 1}
     assert stats["tokens_saved"] == restored.cached_tokens
     assert stats["faults"] == {}
 
