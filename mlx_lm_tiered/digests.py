@@ -10,7 +10,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,13 @@ class DigestMemo:
             self._digests[key] = digest
             self._changed = True
 
+    def holds(self, digests: Iterable[str]) -> bool:
+        """Whether each of these is the digest of a file that is still what it was then."""
+        with self._lock:
+            wanted = set(digests)
+            known = [(key, digest) for key, digest in self._digests.items() if digest in wanted]
+        return bool(wanted) and wanted == {digest for key, digest in known if _unchanged(key)}
+
     def save(self) -> None:
         """Write the file anew, through a temporary one."""
         with self._lock:
@@ -128,6 +135,13 @@ class DigestMemo:
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             logger.debug("SSD cache: the remembered digests are unreadable and made anew: %s", error)
             return {}
+
+
+def _unchanged(key: tuple[Any, ...]) -> bool:
+    try:
+        return stat_key(Path(key[0])) == key
+    except OSError:
+        return False
 
 
 def _sound(key: list[Any], digest: Any) -> bool:

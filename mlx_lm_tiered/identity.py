@@ -86,8 +86,18 @@ def compute(source: ModelSource, digest: Callable[[Path], str], where: Mapping[s
         "files": {name: digest(path) for name, path in sorted(source_files(source).items())},
     }
     text = json.dumps(provenance, sort_keys=True, separators=(",", ":"))
-    name = source.path.name if source.path is not None else ""
-    return Identity(hashlib.sha256(text.encode()).hexdigest()[:32], {**provenance, "model": name})
+    # Where the files are is no part of the fingerprint: a model that is moved keeps its entries.
+    told = {"model": model_name(source.path), "paths": _paths(source)}
+    return Identity(hashlib.sha256(text.encode()).hexdigest()[:32], {**provenance, **told})
+
+
+def model_name(path: Path | None) -> str:
+    """What people call the model of a directory: its name, or for one of the hub's snapshots OWNER/NAME."""
+    if path is None:
+        return ""
+    if path.parent.name == "snapshots" and (folder := path.parent.parent.name).startswith("models--"):
+        return folder.removeprefix("models--").replace("--", "/", 1)
+    return path.name
 
 
 class IdentityResolver:
@@ -170,6 +180,12 @@ class _Result:
 def _schemes(source: ModelSource) -> str:
     draft = f" draft {_schemes(source.draft)}" if source.draft is not None else ""
     return source.kv_scheme + draft
+
+
+def _paths(source: ModelSource) -> dict[str, str]:
+    """Where the files are, for `mlx_lm.tiered cache` to look whether they still are."""
+    places = {"model": source.path, "adapter": source.adapter_path, "draft": source.draft.path if source.draft is not None else None}
+    return {name: str(path) for name, path in places.items() if path is not None}
 
 
 def _matching(folder: Path | None, patterns: tuple[str, ...], prefix: str) -> dict[str, Path]:

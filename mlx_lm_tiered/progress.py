@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 _WIDTH = 28
@@ -15,11 +16,21 @@ class Progress:
     """Progress of one step, called with (done, total). Used as a context manager.
 
     On a terminal one line is redrawn, also between calls, so that the seconds run;
-    it is wiped at the end. Elsewhere the step's name is written once.
+    it is wiped at the end. Elsewhere the step's name is written once. `amount` writes
+    (done, total); `ended` stands there when all is done but the step goes on.
     """
 
-    def __init__(self, step: str, out: TextIO | None = None):
+    def __init__(
+        self,
+        step: str,
+        out: TextIO | None = None,
+        *,
+        amount: Callable[[int, int], str] = lambda done, total: f"{done:,}/{total:,} tokens",
+        ended: str = "prompt read, answering",
+    ):
         self._step = step
+        self._amount = amount
+        self._ended_text = ended
         self._out = out or sys.stderr
         self._terminal = self._out.isatty()
         self._done, self._total = 0, 0
@@ -53,9 +64,9 @@ class Progress:
         if not self._total:
             return f"{self._step} … {seconds}"
         if self._done >= self._total:
-            return f"{self._step}: prompt read, answering … {seconds}"
+            return f"{self._step}: {self._ended_text} … {seconds}"
         filled = _WIDTH * self._done // self._total
-        return f"{self._step} [{'#' * filled}{'.' * (_WIDTH - filled)}] {self._done:,}/{self._total:,} tokens {seconds}"
+        return f"{self._step} [{'#' * filled}{'.' * (_WIDTH - filled)}] {self._amount(self._done, self._total)} {seconds}"
 
     def _write(self, text: str) -> None:
         self._out.write(text)

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .directory import Directory
-from .format import BadEntry, Header, Meta
+from .format import BadEntry, ForeignEntry, Header, Meta
 from .reader import open_entry
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One entry file. `used` is its last use in nanoseconds since 1970; `problem` is a sentence when it cannot be used; `meta` is None when it cannot be read."""
+    """One entry file. `used` is its last use in nanoseconds since 1970; `problem` is a sentence when it cannot be used; `meta` is None when it cannot be read.
+
+    `checksum` is its header's own, by which those that continue it name it. `state` is
+    ``sound``, ``orphan`` (what it continues is missing), ``foreign`` (of another format
+    version) or ``damaged``.
+    """
 
     path: Path
     fingerprint: str
@@ -21,29 +26,34 @@ class Listed:
     used: int
     meta: Meta | None
     problem: str = ""
+    checksum: str = ""
+    state: str = "sound"
 
 
 def listing(directory: Directory) -> Iterator[Listed]:
     """Every entry file of the directory, last used first. Reads headers; raises OSError only for the directory itself."""
     files = [file for file in directory.files() if file.kind == "entry"]
     headers: dict[Path, Header] = {}
-    problems: dict[Path, str] = {}
+    problems: dict[Path, tuple[str, str]] = {}
     for file in files:
         try:
             with open_entry(file.path) as reader:
                 headers[file.path] = reader.header
         except FileNotFoundError:
             continue
+        except ForeignEntry as error:
+            problems[file.path] = str(error), "foreign"
         except (BadEntry, OSError) as error:
-            problems[file.path] = str(error)
+            problems[file.path] = str(error), "damaged"
     sound = _with_parents(headers)
     for file in sorted(files, key=lambda f: f.used, reverse=True):
         header = headers.get(file.path)
         if header is not None:
-            problem = "" if file.path in sound else "The entry that it continues is missing."
-            yield Listed(file.path, file.owner, file.size, file.used, header.meta, problem)
+            problem, state = ("", "sound") if file.path in sound else ("The entry that it continues is missing.", "orphan")
+            yield Listed(file.path, file.owner, file.size, file.used, header.meta, problem, header.checksum, state)
         elif file.path in problems:
-            yield Listed(file.path, file.owner, file.size, file.used, None, problems[file.path])
+            problem, state = problems[file.path]
+            yield Listed(file.path, file.owner, file.size, file.used, None, problem, state=state)
 
 
 def _with_parents(headers: dict[Path, Header]) -> set[Path]:

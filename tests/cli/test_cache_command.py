@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,13 @@ def three(cache_dir: Path) -> list[Path]:
 def run(capsys, *argv: object) -> tuple[int, str]:
     code = main(["cache", *map(str, argv)])
     return code, capsys.readouterr().out
+
+
+def test_ls_loads_nothing_of_mlx_lm(three: list[Path], cache_dir: Path):
+    script = "import sys\nfrom mlx_lm_tiered.cli import main\nmain(['cache', 'ls', sys.argv[1]])\n"
+    script += "print([name for name in ('mlx_lm', 'transformers', 'tokenizers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script, str(cache_dir)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]" and "900" in done.stdout
 
 
 def test_list(three: list[Path], cache_dir: Path, capsys):

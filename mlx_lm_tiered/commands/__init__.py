@@ -1,0 +1,1 @@
+"""The commands of ``mlx_lm.tiered``, and what they share."""

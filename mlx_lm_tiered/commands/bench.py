@@ -1,0 +1,89 @@
+"""``mlx_lm.tiered bench``: measurements against real server processes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .terminal import directory, end_in_order, model, positive, say, writable
+
+
+def add_parsers(bench: argparse.ArgumentParser) -> None:
+    """The measurements, each with its flags."""
+    benches = bench.add_subparsers(metavar="BENCH", required=True)
+    restart = benches.add_parser("restart", help="time to first token: cold, from RAM, after a restart")
+    restart.add_argument("--prefix-tokens", type=positive, default=4096, metavar="N", help="length of the prompt (default: 4096)")
+    restart.add_argument("--repeats", type=positive, default=3, metavar="R", help="prompts, each measured three times (default: 3)")
+    restart.add_argument("--ssd-cache", type=Path, metavar="DIR", help="directory of the SSD tier (default: a temporary one)")
+    restart.set_defaults(run=run_bench_restart)
+    overhead = benches.add_parser("overhead", help="decode speed with the tier on over decode speed with it off")
+    overhead.add_argument("--prefix-tokens", type=positive, default=512, metavar="N", help="length of the prompt whose cache waits to be written (default: 512)")
+    overhead.add_argument("--decode-tokens", type=positive, default=96, metavar="N", help="tokens decoded in each measurement (default: 96)")
+    overhead.add_argument("--repeats", type=positive, default=8, metavar="R", help="pairs of measurements (default: 8)")
+    overhead.set_defaults(run=run_bench_overhead)
+    writes = benches.add_parser("writes", help="bytes that a growing conversation writes, per byte of its new tokens' KV")
+    writes.add_argument("--turns", type=positive, default=20, metavar="N", help="turns of the conversation, each flushed (default: 20)")
+    writes.add_argument("--turn-tokens", type=positive, default=200, metavar="N", help="tokens of a user's turn (default: 200)")
+    writes.set_defaults(run=run_bench_writes)
+    for parser in (restart, overhead, writes):
+        parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
+    start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
+    start_up.add_argument("--repeats", type=positive, default=40, metavar="R", help="starts with and without it (default: 40)")
+    start_up.set_defaults(run=run_bench_start_up)
+    for parser in (restart, overhead, writes, start_up):
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+
+
+def run_bench_restart(args: argparse.Namespace) -> int:
+    from ..bench import restart
+
+    return _bench(
+        args,
+        lambda: restart.run(Path(model(args.model)), args.prefix_tokens, args.repeats, directory=directory(args.ssd_cache, environment=False)),
+        lambda result: [] if result["text_equal"] else ["the answers differ"],
+    )
+
+
+def run_bench_overhead(args: argparse.Namespace) -> int:
+    from ..bench import overhead
+
+    return _bench(
+        args,
+        lambda: overhead.run(Path(model(args.model)), args.prefix_tokens, args.decode_tokens, args.repeats),
+        lambda result: [] if result["text_equal"] else ["the answers differ"],
+    )
+
+
+def run_bench_writes(args: argparse.Namespace) -> int:
+    from ..bench import writes
+
+    return _bench(
+        args,
+        lambda: writes.run(Path(model(args.model)), args.turns, args.turn_tokens),
+        lambda result: [] if result["ram_and_restart_equal"] else ["the answers differ"],
+    )
+
+
+def run_bench_start_up(args: argparse.Namespace) -> int:
+    from ..bench import startup
+
+    return _bench(args, lambda: startup.run(args.repeats), lambda result: [])
+
+
+def _bench(args: argparse.Namespace, measure: Callable[[], dict[str, Any]], faults: Callable[[dict[str, Any]], list[str]]) -> int:
+    from ..bench import report
+    from ..bench.client import RequestFailed
+    from ..bench.server import ServerFailed
+
+    writable(args.json)
+    end_in_order()
+    try:
+        result = measure()
+    except (RequestFailed, ServerFailed) as error:
+        return say(str(error), 1)
+    report.write(result, args.json)
+    print(report.lines(result))
+    found = faults(result)
+    return say("; ".join(found), 1) if found else 0

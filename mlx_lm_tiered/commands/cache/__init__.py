@@ -1,0 +1,89 @@
+"""``mlx_lm.tiered cache``: look into, check, prune and move the entries of a directory. No server is needed; one may be running.
+
+A module per command, which is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from ..terminal import directory, say, usage
+
+SORTS = ("used", "size", "tokens")
+COLUMNS = ("used", "created", "tokens", "new", "size", "role", "model", "fingerprint", "parent", "entry")
+DEFAULT_COLUMNS = "used,tokens,size,model,entry"
+
+
+def add_parsers(cache: argparse.ArgumentParser) -> None:
+    """The commands, each with its flags."""
+    commands = cache.add_subparsers(metavar="ACTION", required=True)
+
+    ls = _command(commands, "ls", "list the entries, the last used first", aliases=["list"])
+    _model(ls, "only entries of this model: its name, or the beginning of its fingerprint")
+    ls.add_argument("--sort", choices=SORTS, default="used", help="the greatest first (default: used, the last used first)")
+    ls.add_argument("--reverse", action="store_true", help="the other way round")
+    ls.add_argument("--columns", default=DEFAULT_COLUMNS, metavar="A,B,…", help=f"of {', '.join(COLUMNS)} (default: {DEFAULT_COLUMNS})")
+
+    show = _command(commands, "show", "what one entry's headers say, and its chain of files", first=("entry", "ENTRY"))
+    show.add_argument("--text", action="store_true", help="with its first and last tokens as text")
+
+    verify = _command(commands, "verify", "read everything and compare checksums; exit code 1 when something is damaged")
+    what = verify.add_mutually_exclusive_group()
+    what.add_argument("--quarantine", action="store_true", help="set damaged files aside, as a server does when it meets one")
+    what.add_argument("--delete", action="store_true", help="delete damaged files, and those that continue them")
+    _dry_run(verify, "with --quarantine or --delete: only say what would go")
+
+    prune = _command(commands, "prune", "delete entries that are old, of one model, or stale, the least recently used first")
+    _model(prune, "entries of this model: its name, or the beginning of its fingerprint")
+    prune.add_argument("--older-than", metavar="AGE", help="entries not used for so long: 90s, 45min, 12h, 30d or 2w")
+    prune.add_argument("--stale", action="store_true", help="entries no server here can use: their model's files changed or went, or another mlx or mlx-lm made them")
+    prune.add_argument("--to", metavar="SIZE", help="no more than are needed for the directory to take this size")
+    _dry_run(prune, "only say what would go")
+
+    clear = _command(commands, "clear", "delete all entries")
+    _dry_run(clear, "only say what would go")
+
+
+def _command(commands: argparse._SubParsersAction, name: str, help: str, first: tuple[str, str] | None = None, **options: list[str]) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", **options)
+    if first is not None:
+        parser.add_argument(first[0], metavar=first[1], help="the beginning of an entry's file name")
+    parser.add_argument("directory", nargs="?", metavar="DIR", help="the SSD tier's directory (default: $MLX_LM_TIERED_SSD_CACHE)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_runner(name))
+    return parser
+
+
+def _model(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--model", metavar="NAME", help=help)
+
+
+def _dry_run(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--dry-run", action="store_true", help=help)
+
+
+def _runner(name: str) -> Callable[[argparse.Namespace], int]:
+    """The command's `run(args, root)`, with its module imported only then."""
+
+    def run(args: argparse.Namespace) -> int:
+        root = root_of(args.directory)
+        try:
+            return import_module(f"{__name__}.{name}").run(args, root)
+        except OSError as error:
+            return say(f"{error.filename or root}: {error.strerror or error}", 1)
+
+    return run
+
+
+def root_of(given: str | os.PathLike[str] | None) -> Path:
+    """The directory of the SSD tier. Raises UsageError when there is none."""
+    root = directory(given)
+    if root is None:
+        usage("which directory? give it, or set MLX_LM_TIERED_SSD_CACHE")
+    if not root.is_dir():
+        usage(f"{root} is not a directory")
+    return root
