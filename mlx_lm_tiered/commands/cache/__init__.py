@@ -15,6 +15,7 @@ from ..terminal import directory, say, usage
 
 SORTS = ("used", "size", "tokens")
 COLUMNS = ("used", "created", "tokens", "new", "size", "role", "model", "fingerprint", "parent", "entry")
+ENTRY = "the beginning of an entry's file name"
 DEFAULT_COLUMNS = "used,tokens,size,model,entry"
 
 
@@ -28,7 +29,7 @@ def add_parsers(cache: argparse.ArgumentParser) -> None:
     ls.add_argument("--reverse", action="store_true", help="the other way round")
     ls.add_argument("--columns", default=DEFAULT_COLUMNS, metavar="A,B,…", help=f"of {', '.join(COLUMNS)} (default: {DEFAULT_COLUMNS})")
 
-    show = _command(commands, "show", "what one entry's headers say, and its chain of files", first=("entry", "ENTRY"))
+    show = _command(commands, "show", "what one entry's headers say, and its chain of files", first=("entry", "ENTRY", ENTRY))
     show.add_argument("--text", action="store_true", help="with its first and last tokens as text")
 
     verify = _command(commands, "verify", "read everything and compare checksums; exit code 1 when something is damaged")
@@ -44,17 +45,37 @@ def add_parsers(cache: argparse.ArgumentParser) -> None:
     prune.add_argument("--to", metavar="SIZE", help="no more than are needed for the directory to take this size")
     _dry_run(prune, "only say what would go")
 
+    export = _command(commands, "export", "write entries with what they continue into one file, to move them to another machine", first=("entry", "ENTRY", ENTRY), optional=True, module="exporting")
+    export.add_argument("--all", action="store_true", help="all entries, in place of ENTRY")
+    _model(export, "with --all: only entries of this model")
+    export.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file, a plain tar; it must not exist yet")
+    _dry_run(export, "only list what would be written")
+
+    imported = _command(commands, "import", "take in the entries of a file that `export` wrote", first=("file", "FILE", "the file"), module="importing", must_exist=False)
+    imported.add_argument("--ssd-cache-max", metavar="SIZE", help="what the directory may take then (default: $MLX_LM_TIERED_SSD_CACHE_MAX, or 32GB)")
+    _dry_run(imported, "only check the file and list what would be taken")
+
     clear = _command(commands, "clear", "delete all entries")
     _dry_run(clear, "only say what would go")
 
 
-def _command(commands: argparse._SubParsersAction, name: str, help: str, first: tuple[str, str] | None = None, **options: list[str]) -> argparse.ArgumentParser:
+def _command(
+    commands: argparse._SubParsersAction,
+    name: str,
+    help: str,
+    *,
+    first: tuple[str, str, str] | None = None,
+    optional: bool = False,
+    module: str = "",
+    must_exist: bool = True,
+    **options: list[str],
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", **options)
     if first is not None:
-        parser.add_argument(first[0], metavar=first[1], help="the beginning of an entry's file name")
+        parser.add_argument(first[0], metavar=first[1], help=first[2], **({"nargs": "?"} if optional else {}))
     parser.add_argument("directory", nargs="?", metavar="DIR", help="the SSD tier's directory (default: $MLX_LM_TIERED_SSD_CACHE)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_runner(name))
+    parser.set_defaults(run=_runner(module or name, must_exist))
     return parser
 
 
@@ -66,24 +87,26 @@ def _dry_run(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help=help)
 
 
-def _runner(name: str) -> Callable[[argparse.Namespace], int]:
+def _runner(module: str, must_exist: bool) -> Callable[[argparse.Namespace], int]:
     """The command's `run(args, root)`, with its module imported only then."""
 
     def run(args: argparse.Namespace) -> int:
-        root = root_of(args.directory)
+        if getattr(args, "all", False) and args.directory is None:
+            args.directory, args.entry = args.entry, None  # the only word is DIR
+        root = root_of(args.directory, must_exist)
         try:
-            return import_module(f"{__name__}.{name}").run(args, root)
+            return import_module(f"{__name__}.{module}").run(args, root)
         except OSError as error:
             return say(f"{error.filename or root}: {error.strerror or error}", 1)
 
     return run
 
 
-def root_of(given: str | os.PathLike[str] | None) -> Path:
+def root_of(given: str | os.PathLike[str] | None, must_exist: bool = True) -> Path:
     """The directory of the SSD tier. Raises UsageError when there is none."""
     root = directory(given)
     if root is None:
         usage("which directory? give it, or set MLX_LM_TIERED_SSD_CACHE")
-    if not root.is_dir():
+    if must_exist and not root.is_dir():
         usage(f"{root} is not a directory")
     return root

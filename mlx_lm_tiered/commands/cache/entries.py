@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ...cold.catalog import MAX_CHAIN
 from ...cold.family import NAME_DIGITS
 from ...cold.format import BadEntry
 from ...cold.listing import Listed
@@ -38,16 +39,23 @@ def chosen(entries: Iterable[Listed], text: str) -> Listed:
     return found[0]
 
 
-def chain_of(entry: Listed, entries: Iterable[Listed]) -> list[Listed]:
+Known = dict[tuple[Path, str, str], Listed]  # entries by what those that continue them call them
+
+
+def known(entries: Iterable[Listed]) -> Known:
+    """The readable entries by folder, NAME and checksum."""
+    return {(e.path.parent, e.path.name[:NAME_DIGITS], e.checksum): e for e in entries if e.meta is not None}
+
+
+def chain_of(entry: Listed, known: Known) -> list[Listed]:
     """The entries that are read for this one, the whole one first. What is missing is left out."""
-    known = {(e.path.parent, e.path.name[:NAME_DIGITS], e.checksum): e for e in entries if e.meta is not None}
     chain = [entry]
-    while (meta := chain[0].meta) is not None and meta.start:
+    while (meta := chain[-1].meta) is not None and meta.start:
         parent = known.get((entry.path.parent, meta.parent, meta.parent_checksum))
-        if parent is None or parent in chain:
+        if parent is None or len(chain) > MAX_CHAIN:
             break
-        chain.insert(0, parent)
-    return chain
+        chain.append(parent)
+    return chain[::-1]
 
 
 def key_of(chain: Iterable[Listed]) -> bytes:

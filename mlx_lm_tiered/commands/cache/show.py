@@ -15,7 +15,7 @@ from ...cold.format import BadEntry, Meta
 from ...cold.listing import Listed
 from ...prefix.index import key_tokens
 from ...settings import format_size
-from .entries import age, chain_of, chosen, columns, counted, key_of, model_of, moment, printable, relative
+from .entries import age, chain_of, chosen, columns, counted, key_of, known, model_of, moment, printable, relative
 from .staleness import source_of
 
 TEXT_TOKENS = 40  # at the beginning and at the end
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, root: Path) -> int:
     """Show it; 1 when it cannot be used."""
     entries = list(listing.entries(root))
     entry = chosen(entries, args.entry)
-    chain = chain_of(entry, entries)
+    chain = chain_of(entry, known(entries))
     told = describe(entry, chain, entries)
     if args.text and entry.meta is not None:
         told["text"] = text_of(entry.meta, chain)

@@ -14,7 +14,7 @@ from ...cold.family import DiskFile, leaves_first
 from ...cold.listing import Listed
 from ...settings import format_size
 from ..terminal import bytes_bar, usage
-from .entries import chain_of, columns, counted, relative
+from .entries import chain_of, columns, counted, known, relative
 from .ls import row_of, table, totals
 from . import DEFAULT_COLUMNS
 
@@ -71,9 +71,9 @@ def check(entry: Listed) -> Checked:
 
 def continuing(checked: list[Checked]) -> list[Checked]:
     """Sound entries whose chain leads to a damaged one."""
-    entries = [entry for entry, _ in checked]
-    damaged = {entry.path for entry in entries if entry.state == "damaged"}
-    return [c for c in checked if c[0].state == "sound" and any(link.path in damaged for link in chain_of(c[0], entries))]
+    there = known(entry for entry, _ in checked)
+    damaged = {entry.path for entry, _ in checked if entry.state == "damaged"}
+    return [c for c in checked if c[0].state == "sound" and any(link.path in damaged for link in chain_of(c[0], there))]
 
 
 def put_away(root: Path, aside: list[Checked], away: list[Checked], dry_run: bool) -> list[Listed]:
@@ -86,10 +86,10 @@ def put_away(root: Path, aside: list[Checked], away: list[Checked], dry_run: boo
         for entry, inode in aside:
             if (status := _still(entry.path, inode)) is not None and directory.quarantine(entry.path, status):
                 gone.append(entry)
-        known = {entry.path: (entry, inode) for entry, inode in away}
+        checked = {entry.path: (entry, inode) for entry, inode in away}
         files = [DiskFile(entry.path, "entry", entry.fingerprint, entry.nbytes, entry.nbytes, entry.used) for entry, _ in away]
         for file in leaves_first(files, lambda f: f.used):
-            entry, inode = known[file.path]
+            entry, inode = checked[file.path]
             if _still(file.path, inode) is not None:
                 file.path.unlink(missing_ok=True)
                 gone.append(entry)
