@@ -17,10 +17,10 @@ import mlx.core as mx
 import numpy as np
 
 from .format import DTYPES, TensorSpec
-from .fresh import ask_for_huge_pages, fresh
+from .fresh import fresh
 
 STEP = 256  # tokens by which upstream's caches grow (`KVCache.step`)
-PIECE = 1 << 20  # bytes read at once: large for a disk that reads ahead, small enough that hashing finds them in the processor's cache
+PIECE = 2 << 20  # bytes read at once: large for a disk that reads ahead, small enough that hashing finds them in the processor's cache
 MAX_RUNS = 512  # of one vectored read; systems allow 1024
 # Room for growth in one entry. Real entries stay far below; a hostile header could ask for a thousandfold of its file.
 MAX_ROOM = 4 << 30
@@ -79,8 +79,12 @@ class Landing:
                 raise RuntimeError("mlx no longer lends its buffers to numpy")
         else:
             view = np.empty(shape, dtype=_numpy_dtype(spec.dtype))
-        ask_for_huge_pages(view)
         self._view = view
+
+    @property
+    def memory(self) -> np.ndarray:
+        """Where the array is until it is finished."""
+        return self._view
 
     def runs(self, start: int = 0, stop: int | None = None, beyond: int = 0) -> Iterator[list[memoryview]]:
         """Where a file's bytes go, in order: lists of writable pieces of memory, each list about `PIECE` bytes.

@@ -11,6 +11,7 @@ import ctypes
 import io
 import mmap
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,8 @@ import mlx.core as mx
 import numpy as np
 
 HUGE = 4 << 20  # bytes from which on memory is asked for in huge pages, as numpy does for its own arrays
+_HUGE_PAGE = 2 << 20
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
@@ -33,14 +36,39 @@ def fresh(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     return array
 
 
-def ask_for_huge_pages(memory: np.ndarray) -> None:
-    """Ask the system to back an array's memory with huge pages: a thousand page faults become two. Linux only; elsewhere it does nothing."""
-    if memory.nbytes < HUGE or (advise := _advise()) is None:
+def ask_for_huge_pages(arrays: Sequence[np.ndarray]) -> None:
+    """Ask the system to back the memory of new arrays with huge pages: a thousand page faults become two. Linux only; elsewhere it does nothing.
+
+    To be called when all are made and none is filled. What lies side by side is asked
+    for together, so that huge pages may lie across; and where the allocator has
+    written its notes already, so that a small page is there, that one is replaced.
+    """
+    if sum(array.nbytes for array in arrays) < HUGE or (advise := _advise()) is None:
         return
-    page = mmap.PAGESIZE
-    address = memory.ctypes.data
-    start, end = -(-address // page) * page, (address + memory.nbytes) // page * page
-    advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(mmap.MADV_HUGEPAGE))  # only advice: a refusal changes nothing
+    for start, end in _joined(sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for a in arrays)):
+        start, end = start // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+        if end - start < HUGE:
+            continue
+        # Only advice: a refusal changes nothing.
+        _call(advise, start, end - start, mmap.MADV_HUGEPAGE)
+        for place in {array.ctypes.data // _HUGE_PAGE * _HUGE_PAGE for array in arrays}:
+            if start <= place and place + _HUGE_PAGE <= end:
+                _call(advise, place, _HUGE_PAGE, _COLLAPSE)
+
+
+def _call(advise: Any, start: int, size: int, advice: int) -> None:
+    advise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(advice))
+
+
+def _joined(areas: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Areas of memory in order, with those joined that less than a page is between."""
+    joined: list[tuple[int, int]] = []
+    for start, end in areas:
+        if joined and start - joined[-1][1] < mmap.PAGESIZE:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((start, end))
+    return joined
 
 
 class _Unread:

@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import xxhash
 from . import format as fmt
 from .arrays import PIECE, Landing, capacities
 from .format import BadEntry, Header, Meta
+from .fresh import ask_for_huge_pages
 from .parallel import run_all
 
 # Below this many bytes one thread reads a file: starting others costs more than they save.
@@ -120,19 +121,24 @@ class Assembly:
         self._meta = meta
         self._specs = meta.whole
         self._landings = [Landing(spec, shape) for spec, shape in zip(self._specs, capacities(self._specs), strict=True)]
+        self._settled = False
 
     def fill(self, reader: EntryReader, until: int, verify: bool) -> None:
         """Take what the entry needs from one file: its tokens before `until`. Raises BadEntry, first for tensors that are not those of the entry."""
-        meta = reader.header.meta
-        tasks: list[Callable[[], None]] = []
-        if until == self._meta.length:
-            for number, (landing, part) in enumerate(zip(self._landings, meta.by_token, strict=True), 1):
-                tasks.append(partial(reader.fill, landing, number, verify, meta.start if part else 0))
-        else:
-            for landing, number in zip(self._landings, shared(self._meta, meta), strict=True):
-                if number:
-                    tasks.append(partial(reader.fill, landing, number, verify, meta.start, until, meta.length - until))
+        tasks = [partial(reader.fill, landing, number, verify, *span) for landing, number, *span in self._parts(reader, until)]
         run_all(tasks, alone=reader.status.st_size < ALONE)
+
+    def _parts(self, reader: EntryReader, until: int) -> list[tuple[Landing, int, int, int | None, int]]:
+        """What the entry needs from one file: the place and number of each tensor, and its tokens as for `Landing.runs`."""
+        if not self._settled:
+            self._settled = True
+            ask_for_huge_pages([landing.memory for landing in self._landings])
+        meta = reader.header.meta
+        if until == self._meta.length:
+            parts = enumerate(zip(self._landings, meta.by_token, strict=True), 1)
+            return [(landing, number, meta.start if part else 0, None, 0) for number, (landing, part) in parts]
+        numbered = zip(self._landings, shared(self._meta, meta), strict=True)
+        return [(landing, number, meta.start, until, meta.length - until) for landing, number in numbered if number]
 
     def finish(self) -> dict[str, mx.array]:
         """The filled arrays by name; the assembly gives them up."""

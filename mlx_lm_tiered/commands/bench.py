@@ -29,10 +29,16 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     writes.set_defaults(run=run_bench_writes)
     for parser in (restart, overhead, writes):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
+    restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
+    restoring.add_argument("--tokens", type=positive, default=6000, metavar="N", help="tokens of the entry, each 131 kB (default: 6000)")
+    restoring.add_argument("--segments", type=positive, default=8, metavar="N", help="files of the chain (default: 8)")
+    restoring.add_argument("--repeats", type=positive, default=7, metavar="R", help="rounds, each with every way to read (default: 7)")
+    restoring.add_argument("--directory", type=Path, metavar="DIR", help="make the files in a temporary directory under DIR")
+    restoring.set_defaults(run=run_bench_restore)
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     start_up.add_argument("--repeats", type=positive, default=40, metavar="R", help="starts with and without it (default: 40)")
     start_up.set_defaults(run=run_bench_start_up)
-    for parser in (restart, overhead, writes, start_up):
+    for parser in (restart, overhead, writes, restoring, start_up):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -66,6 +72,17 @@ def run_bench_writes(args: argparse.Namespace) -> int:
     )
 
 
+def run_bench_restore(args: argparse.Namespace) -> int:
+    from .. import openblas
+
+    openblas.load()
+    from ..bench import restore
+
+    return _bench(
+        args, lambda: restore.run(args.tokens, segments=args.segments, repeats=args.repeats, directory=args.directory), lambda result: []
+    )
+
+
 def run_bench_start_up(args: argparse.Namespace) -> int:
     from ..bench import startup
 
@@ -81,7 +98,7 @@ def _bench(args: argparse.Namespace, measure: Callable[[], dict[str, Any]], faul
     end_in_order()
     try:
         result = measure()
-    except (RequestFailed, ServerFailed) as error:
+    except (RequestFailed, ServerFailed, OSError) as error:
         return say(str(error), 1)
     report.write(result, args.json)
     print(report.lines(result))
