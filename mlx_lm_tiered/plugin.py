@@ -83,6 +83,11 @@ def mlx_lm_idle_task() -> Callable[[], bool] | None:
 
 
 @hookimpl
+def mlx_lm_busy_task() -> Callable[[], None] | None:
+    return _runtime and _runtime.busy_turn
+
+
+@hookimpl
 def mlx_lm_routes() -> Sequence[Route]:
     if _runtime is None:
         return []

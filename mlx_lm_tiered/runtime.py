@@ -102,6 +102,11 @@ class Runtime:
         self._flushes.turn(self._offer_unsaved)
         return self._queue.turn() if self._queue is not None else False
 
+    def busy_turn(self) -> None:
+        """Background work that must not wait any longer, in a small share of the time of running requests; on the generation thread."""
+        if self._queue is not None:
+            self._queue.busy_turn()
+
     def flush(self, timeout: float) -> dict[str, Any]:
         """Have everything put so far on disk, or say what is not. Any thread but the generation thread.
 

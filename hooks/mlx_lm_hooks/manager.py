@@ -99,6 +99,9 @@ class Plugins:
     def idle_tasks(self) -> list[Callable[[], bool]]:
         return [task for task in self._hook.mlx_lm_idle_task() if task is not None]
 
+    def busy_tasks(self) -> list[Callable[[], None]]:
+        return [task for task in self._hook.mlx_lm_busy_task() if task is not None]
+
     def routes(self) -> list[Route]:
         return [route for routes in self._hook.mlx_lm_routes() for route in routes]
 

@@ -51,6 +51,11 @@ def mlx_lm_idle_task() -> Callable[[], bool] | None:
 
 
 @hookspec
+def mlx_lm_busy_task() -> Callable[[], None] | None:
+    """A callable that may do a little background work on the generation thread while requests run. It is called between steps and between requests, some times a second, and must keep itself to a small share of the time."""
+
+
+@hookspec
 def mlx_lm_routes() -> Sequence[Route]:
     """HTTP routes to add to the server."""
 

@@ -7,6 +7,10 @@ tier on the write-behind queue is not empty while tokens are decoded, which
 ``/stats`` confirms before and during each decode. Before the stock server's turn
 the other one has written everything and is at rest. The order in a pair
 alternates; the result is the median over the pairs' ratios.
+
+By default nothing is written while tokens are decoded. With `full_queue` the queue
+is over its cap, and is written in the small share of the time that there is for
+what must not wait.
 """
 
 from __future__ import annotations
@@ -26,19 +30,24 @@ from .server import STOCK, Server, server_command, tiered_flags
 _SAMPLE_SECONDS = 0.5  # seldom, so that asking does not slow down what is measured
 
 
-def run(model: Path, prefix_tokens: int, decode_tokens: int, pairs: int) -> dict[str, Any]:
+def run(model: Path, prefix_tokens: int, decode_tokens: int, pairs: int, full_queue: bool = False) -> dict[str, Any]:
     """Measure it. Speeds are tokens per second. Raises ServerFailed, RequestFailed; RequestFailed also when the queue was empty in every pair."""
     text = long_document(model, prefix_tokens)
     with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-") as scratch:
         home = Path(scratch)
-        on = Server(model, home / "on.log", tiered_flags(home / "cold"), command=server_command())
+        flags = [*tiered_flags(home / "cold"), *(["--ssd-queue", "1"] if full_queue else [])]
+        on = Server(model, home / "on.log", flags, command=server_command())
         with on, Server(model, home / "off.log", command=STOCK, env={"MLX_LM_PLUGINS": None}) as off:
             for server in (on, off):
                 _decode(server, "Hello", decode_tokens)
             measured = [_pair(on, off, number, text, decode_tokens, pairs) for number in range(pairs)]
-    counted = [pair for pair in measured if min(pair["pending"]) > 0]
+    counted = [pair for pair in measured if (pair["written"] if full_queue else min(pair["pending"])) > 0]
     if not counted:
-        raise RequestFailed("the write-behind queue was empty before tokens were decoded; use a longer --prefix-tokens")
+        raise RequestFailed(
+            "nothing was written while tokens were decoded; use more --decode-tokens"
+            if full_queue
+            else "the write-behind queue was empty before tokens were decoded; use a longer --prefix-tokens"
+        )
     ratios = [pair["on"] / pair["off"] for pair in counted]
     return {
         "bench": "overhead",
@@ -48,6 +57,8 @@ def run(model: Path, prefix_tokens: int, decode_tokens: int, pairs: int) -> dict
         "decode_ratio_max": max(ratios),
         "on_tokens_per_s": median(pair["on"] for pair in counted),
         "off_tokens_per_s": median(pair["off"] for pair in counted),
+        "full_queue": full_queue,
+        "bytes_written_while_decoding": sum(pair["written"] for pair in counted),
         "pending_min": min(min(pair["pending"]) for pair in counted),
         "text_equal": all(pair["text_equal"] for pair in measured),
         "pairs": len(counted),
@@ -70,6 +81,7 @@ def _pair(on: Server, off: Server, number: int, text: str, decode_tokens: int, p
                 with _Pending(server) as pending:
                     answer = _decode(server, prompt, decode_tokens)
                 found["pending"] = pending.seen
+                found["written"] = pending.written[-1] - pending.written[0]
                 server.flush()
             else:
                 answer = _decode(server, prompt, decode_tokens)
@@ -97,6 +109,7 @@ class _Pending:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="pending")
         self.seen: list[int] = []
+        self.written: list[int] = []  # bytes so far
 
     def __enter__(self) -> _Pending:
         self._sample()
@@ -112,4 +125,6 @@ class _Pending:
             self._sample()
 
     def _sample(self) -> None:
-        self.seen.append(self._server.stats()["ssd"]["pending"])
+        ssd = self._server.stats()["ssd"]
+        self.seen.append(ssd["pending"])
+        self.written.append(ssd["written_bytes"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .writer import EntryWriter
@@ -37,10 +39,17 @@ class Write:
 
 
 class WriterThread:
-    """Works off what was submitted, in order. `paused()` is asked between pieces; `idle()` is called between steps, and returns seconds to its next call, or None."""
+    """Works off what was submitted, in order. `paused()` is asked before each piece, `worked()` told the processor seconds it took; `roomy()` is called when another tensor may come, `idle()` called between steps, and returns seconds to its next call, or None."""
 
-    def __init__(self, paused: Callable[[], bool], roomy: Callable[[], None], idle: Callable[[], float | None]):
+    def __init__(
+        self,
+        paused: Callable[[], bool],
+        worked: Callable[[float], None],
+        roomy: Callable[[], None],
+        idle: Callable[[], float | None],
+    ):
         self._paused = paused
+        self._worked = worked
         self._roomy = roomy
         self._idle = idle
         self._condition = threading.Condition()
@@ -119,24 +128,34 @@ class WriterThread:
             self._settle(self._current, Closed("the writer was closed"))
 
     def _step(self, write: Write, step: str, data: Any) -> None:
-        self._make_way()
-        if step == "open":
-            self._current = write
-            write.writer = write.open()
-            write.opened = True
-        elif step == "cancel":
-            self._settle(write, data)
-        elif step == "commit":
-            assert write.writer is not None
-            write.writer.commit()
-            self._settle(write, None)
-        else:
-            assert write.writer is not None
+        if step == "tensor":
             name, view = data
             for start in range(0, max(1, len(view)), PIECE):
-                if start:
-                    self._make_way()
-                write.writer.write(name, view[start : start + PIECE])
+                with self._piece():
+                    assert write.writer is not None
+                    write.writer.write(name, view[start : start + PIECE])
+            return
+        with self._piece():
+            if step == "open":
+                self._current = write
+                write.writer = write.open()
+                write.opened = True
+            elif step == "cancel":
+                self._settle(write, data)
+            else:
+                assert write.writer is not None
+                write.writer.commit()
+                self._settle(write, None)
+
+    @contextmanager
+    def _piece(self) -> Iterator[None]:
+        """One piece of work, when it may be done. What counts is the processor's time: nobody decodes slower while the disk works."""
+        self._make_way()
+        started = time.thread_time()
+        try:
+            yield
+        finally:
+            self._worked(time.thread_time() - started)
 
     def _make_way(self) -> None:
         while self._paused() and not self._closing:

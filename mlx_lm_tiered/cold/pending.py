@@ -47,6 +47,20 @@ class Pending:
         self.waiting.remove(job)
         self._forget(job)
 
+    def next(self, may: Callable[[Job], bool]) -> Job | None:
+        """Of those that wait and `may` be written, an urgent one, else the one offered first."""
+        able = [job for job in self.waiting if may(job)]
+        return next((job for job in able if job.urgent), able[0] if able else None)
+
+    def shrink(self, max_bytes: int) -> Iterator[Job]:
+        """Take out those that were offered first until no more than `max_bytes` are held; never the last one, nor what is in flight."""
+        excess = self.nbytes - max_bytes
+        while excess > 0 and len(self.waiting) > 1:
+            victim = self.waiting[0]
+            self.remove(victim)
+            excess -= victim.nbytes
+            yield victim
+
     def fly(self, job: Job, write: Hashable) -> None:
         """A job that waited is written by `write` from now on."""
         self.waiting.remove(job)
@@ -57,6 +71,17 @@ class Pending:
         job = self._flying.pop(write)
         self._forget(job)
         return job
+
+    def stats(self) -> dict[str, int]:
+        """How many there are, in flight too, and their bytes; a snapshot's entry is still in RAM, a spill's is not."""
+        spills = [job for job in self if not job.kept]
+        return {
+            "pending": len(self),
+            "pending_bytes": self.nbytes,
+            "pending_snapshots": len(self) - len(spills),
+            "pending_spills": len(spills),
+            "pending_spill_bytes": sum(job.nbytes for job in spills),
+        }
 
     def best(self, fingerprint: str, namespace: str, key: bytes, usable: Callable[[Job, int], int]) -> tuple[Job, int] | None:
         """The job that serves the longest prefix of `key`, and that length (see `PrefixIndex.best`)."""

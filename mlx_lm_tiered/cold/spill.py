@@ -5,39 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import mlx.core as mx
-
-from .arrays import to_bytes
 from .background import Closed, Write, WriterThread
 from .directory import DirectoryFull
+from .duty import Pace
+from .feeding import Feed, Feeder
+from .format import Meta
 from .health import Bounded
-from .jobs import MAX_ATTEMPTS, Job, Ledger, describe
+from .jobs import MAX_ATTEMPTS, Job, describe
+from .ledger import FlushResult, Ledger
 from .pending import Pending
 from .store import ColdStore, NotIdentical, Unavailable
 
 __all__ = ["FlushResult", "Job", "SpillQueue"]
 
 
-class FlushResult(NamedTuple):
-    """`durable`: everything offered before the flush is on disk. The rest is the evidence, in entries; the longest prefix in tokens."""
-
-    durable: bool
-    pending: int
-    dropped: int
-    failed: int
-    entries: int
-    longest_durable_prefix: int
-
-
-class _Feed(NamedTuple):
-    """The job whose tensors are being turned into bytes, one a turn."""
-
-    job: Job
-    write: Write
-    tensors: Iterator[tuple[str, mx.array]]
+# A server that always has requests would never write. What waits longer than this many seconds
+# is written all the same, and so is everything while more than half the cap is taken (see `Pace`).
+OVERDUE = 60.0
 
 
 class SpillQueue:
@@ -58,14 +45,12 @@ class SpillQueue:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._store = store
-        self._busy = busy
         self._wake = wake
         self._clock = clock
         self.max_bytes = max_bytes
         self.debounce = debounce
         self._condition = threading.Condition(threading.RLock())
         self._pending = Pending()
-        self._feed: _Feed | None = None
         self._ledger = Ledger()
         self._counts: Counter[str] = Counter()
         self._log = Bounded()
@@ -73,7 +58,9 @@ class SpillQueue:
         self._flushing = 0
         self._flushes = 0
         self._closed = False
-        self._thread = WriterThread(self._should_pause, lambda: self._wake(), self._announce)
+        self._pace = Pace(busy, self._pressing)
+        self._thread = WriterThread(self._should_pause, self._pace.worked, lambda: self._wake(), self._announce)
+        self._feeder = Feeder(self._thread, self._begin)
 
     # Generation thread
 
@@ -119,50 +106,37 @@ class SpillQueue:
 
     def turn(self) -> bool:
         """Turn one tensor into bytes for the writer. True when more can be done right now. Never waits for the writer."""
-        if self._closed or not self._thread.has_room():
-            return False
-        feed = self._feed
-        if feed is None or feed.write.settled:
-            self._feed = None
-            return self._begin()
-        try:
-            name, array = next(feed.tensors, (None, None))
-            if name is not None:
-                self._thread.tensor(feed.write, name, to_bytes(array))
-                return self._thread.has_room()
-        except Exception as error:  # mlx could not evaluate or copy it; the request path must not notice
-            self._thread.cancel(feed.write, error)
-            self._feed = None
-            return False
-        self._thread.commit(feed.write)
-        self._feed = None
-        return self._next(self._clock()) is not None
+        return not self._closed and self._feeder.turn()
 
-    def _begin(self) -> bool:
+    def busy_turn(self) -> None:
+        """The same between two steps of running requests, when something must not wait any longer and little time was taken lately."""
+        if not self._closed:
+            self._pace.turns(self._feeder.turn)
+
+    def _begin(self) -> Feed | None:
         """Start on the next job that is due: its header now, its tensors in the turns to come."""
-        with self._condition:
-            if (job := self._next(self._clock())) is None:
-                return False
-        try:
-            described, error = describe(job), None
-        except Exception as failure:
-            described, error = None, failure
-        with self._condition:
-            if job not in self._pending.waiting:  # dropped meanwhile
-                return True
-            job.tried_by_flush = self._flushes
-            if described is None:
-                self._pending.remove(job)
-                self._fail(job, error, retry=False)
-                return True
-            meta, tensors = described
-            fingerprint, namespace, key = job.place
-            until, force = job.continue_until, self._flushing > 0
-            write = Write(lambda: self._store.begin(fingerprint, namespace, key, meta, force=force, continue_until=until), self._settled)
-            self._pending.fly(job, write)
-        self._feed = _Feed(job, write, iter(tensors.items()))
-        self._thread.start(write)
-        return True
+        while (job := self._next(self._clock())) is not None:
+            try:
+                described, error = describe(job), None
+            except Exception as failure:
+                described, error = None, failure
+            with self._condition:
+                if job not in self._pending.waiting:  # dropped meanwhile
+                    continue
+                job.tried_by_flush = self._flushes
+                if described is None:
+                    self._pending.remove(job)
+                    self._fail(job, error, retry=False)
+                    continue
+                write = self._write(job, described[0])
+                self._pending.fly(job, write)
+            return Feed(write, iter(described[1].items()))
+        return None
+
+    def _write(self, job: Job, meta: Meta) -> Write:
+        fingerprint, namespace, key = job.place
+        until, force = job.continue_until, self._flushing > 0
+        return Write(lambda: self._store.begin(fingerprint, namespace, key, meta, force=force, continue_until=until), self._settled)
 
     # Any thread
 
@@ -192,15 +166,10 @@ class SpillQueue:
                 self._flushing -= 1
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the queue. What is pending waits, for its debounce too, or is being written; a snapshot's entry is still in RAM, a spill's is not."""
+        """Counters of the queue, and what is in it (see `Pending.stats`)."""
         with self._condition:
-            spills = [job for job in self._pending if not job.kept]
             return {
-                "pending": len(self._pending),
-                "pending_bytes": self._pending.nbytes,
-                "pending_snapshots": len(self._pending) - len(spills),
-                "pending_spills": len(spills),
-                "pending_spill_bytes": sum(job.nbytes for job in spills),
+                **self._pending.stats(),
                 "undurable": len(self._ledger),
                 **{name: self._counts[name] for name in ("offered", "written", "dropped", "failed")},
                 "superseded_before_writing": self._counts["superseded"],
@@ -216,13 +185,13 @@ class SpillQueue:
             for job in list(self._pending.waiting):
                 self._pending.remove(job)
                 self._drop(job)
-            self._feed = None
+        self._feeder.close()
         return ended
 
     # Writer thread
 
     def _should_pause(self) -> bool:
-        return self._flushing == 0 and self._busy()
+        return self._flushing == 0 and self._pace.must_wait()
 
     def _announce(self) -> float | None:
         """Ask for turns when a job has become due; seconds until the next one does."""
@@ -260,21 +229,24 @@ class SpillQueue:
     # Inside
 
     def _next(self, now: float) -> Job | None:
-        """The oldest job to be written now: every one while flushing, unless this flush has tried it, else those that are due."""
+        """The job to be written now, urgent ones first, then the oldest. It may be any while flushing, unless this flush has tried it, else one that is due."""
         with self._condition:
             if not self._flushing and self._store.retry_in > 0:
                 return None
-            for job in self._pending.waiting:
-                if job.tried_by_flush < self._flushes if self._flushing else job.due <= now:
-                    return job
-        return None
+            if self._flushing:
+                return self._pending.next(lambda job: job.tried_by_flush < self._flushes)
+            return self._pending.next(lambda job: job.due <= now)
+
+    def _pressing(self) -> bool:
+        """Whether something must be written although requests run."""
+        with self._condition:
+            if not len(self._pending) or self._store.retry_in > 0:
+                return False
+            late = self._clock() - OVERDUE
+            return self._pending.nbytes > self.max_bytes / 2 or any(job.urgent or job.due <= late for job in self._pending)
 
     def _enforce_cap(self) -> None:
-        excess = self._pending.nbytes - self.max_bytes
-        while excess > 0 and len(self._pending.waiting) > 1:
-            victim = self._pending.waiting[0]
-            self._pending.remove(victim)
-            excess -= victim.nbytes
+        for victim in self._pending.shrink(self.max_bytes):
             self._drop(victim)
 
     def _drop(self, job: Job) -> None:
@@ -315,13 +287,5 @@ class SpillQueue:
 
     def _result(self, target: int) -> FlushResult:
         self._ledger.settle(self._store.covers)
-        ledger = self._ledger
         stats = self._store.stats()
-        return FlushResult(
-            durable=ledger.count("pending", "superseded", "dropped", "failed", until=target) == 0 and ledger.forgotten == 0,
-            pending=len(self._pending),
-            dropped=ledger.count("dropped") + ledger.forgotten,
-            failed=ledger.count("failed"),
-            entries=stats["entries"],
-            longest_durable_prefix=stats["longest_durable_prefix_tokens"],
-        )
+        return self._ledger.result(target, len(self._pending), stats["entries"], stats["longest_durable_prefix_tokens"])

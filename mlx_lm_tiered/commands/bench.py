@@ -22,6 +22,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     overhead.add_argument("--prefix-tokens", type=positive, default=512, metavar="N", help="length of the prompt whose cache waits to be written (default: 512)")
     overhead.add_argument("--decode-tokens", type=positive, default=96, metavar="N", help="tokens decoded in each measurement (default: 96)")
     overhead.add_argument("--repeats", type=positive, default=8, metavar="R", help="pairs of measurements (default: 8)")
+    overhead.add_argument("--full-queue", action="store_true", help="have the waiting cache written while tokens are decoded, as when the queue is over its cap")
     overhead.set_defaults(run=run_bench_overhead)
     writes = benches.add_parser("writes", help="bytes that a growing conversation writes, per byte of its new tokens' KV")
     writes.add_argument("--turns", type=positive, default=20, metavar="N", help="turns of the conversation, each flushed (default: 20)")
@@ -57,7 +58,7 @@ def run_bench_overhead(args: argparse.Namespace) -> int:
 
     return _bench(
         args,
-        lambda: overhead.run(Path(model(args.model)), args.prefix_tokens, args.decode_tokens, args.repeats),
+        lambda: overhead.run(Path(model(args.model)), args.prefix_tokens, args.decode_tokens, args.repeats, args.full_queue),
         lambda result: [] if result["text_equal"] else ["the answers differ"],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from .runtime import Runtime
 
 # Put on the request queue to end a wait; never delivered as a request.
 WAKE = object()
+BUSY_TURNS = 0.05  # seconds between two busy turns: steps may be much shorter
 
 
 class Engine:
@@ -23,11 +25,14 @@ class Engine:
         self._woken = False
         self._lock = threading.Lock()
         self._tasks: list[Callable[[], bool]] = []
+        self._busy_tasks: list[Callable[[], None]] = []
+        self._busy_turn_at = 0.0
 
     def start(self) -> None:
-        """Announce the engine and resolve the idle tasks into plain callables."""
+        """Announce the engine and resolve the tasks into plain callables."""
         self._runtime.plugins.engine_started(self)
         self._tasks = self._runtime.plugins.idle_tasks()
+        self._busy_tasks = self._runtime.plugins.busy_tasks()
 
     @property
     def busy(self) -> bool:
@@ -50,6 +55,8 @@ class Engine:
 
         Upstream passes no timeout while rows decode: that is its busy signal.
         """
+        if self._busy and time.monotonic() >= self._busy_turn_at:
+            self._busy_turn()
         request = self._request(original, None)
         if timeout is None or request is not None:
             self._busy = True
@@ -74,6 +81,14 @@ class Engine:
             # Look behind it; a second one cannot be there, as it is put only into a wait.
             request = original(self._generator, None)
         return None if request is WAKE else request
+
+    def _busy_turn(self) -> None:
+        for task in self._busy_tasks:
+            try:
+                task()
+            except Exception as error:
+                self._runtime.fault("a busy task", error)
+        self._busy_turn_at = time.monotonic() + BUSY_TURNS
 
     def _idle_turn(self) -> bool:
         more = False

@@ -13,7 +13,7 @@ from cold_helpers import grown, plain, same, wrapped
 
 from mlx_lm_hooks import ModelSource
 from mlx_lm_tiered import caches as kinds
-from mlx_lm_tiered.cold import spill, writer
+from mlx_lm_tiered.cold import feeding, writer
 from mlx_lm_tiered.runtime import Runtime
 from mlx_lm_tiered.settings import Settings
 
@@ -161,7 +161,7 @@ def test_what_left_the_queue_is_neither_found_nor_kept(begin, monkeypatch, end):
         run.put(range(210), plain(210))
         run.evict()
     elif end == "failed":
-        monkeypatch.setattr(spill, "to_bytes", lambda array: 1 / 0)
+        monkeypatch.setattr(feeding, "to_bytes", lambda array: 1 / 0)
         assert not run.flush()
     else:
         run.runtime._queue.close()

@@ -15,7 +15,7 @@ import pytest
 from cold_helpers import FINGERPRINT, flush, job, plain, restore, same, scanned, wrapped
 
 from mlx_lm_tiered import caches as kinds
-from mlx_lm_tiered.cold import spill, writer
+from mlx_lm_tiered.cold import feeding, writer
 from mlx_lm_tiered.cold.spill import SpillQueue
 from mlx_lm_tiered.prefix.index import token_key
 
@@ -78,8 +78,8 @@ def test_what_is_offered_is_on_disk_after_a_flush(make):
 def test_a_turn_handles_one_tensor(make, monkeypatch):
     _, queue = make()
     converted = []
-    to_bytes = spill.to_bytes
-    monkeypatch.setattr(spill, "to_bytes", lambda array: converted.append(array.shape) or to_bytes(array))
+    to_bytes = feeding.to_bytes
+    monkeypatch.setattr(feeding, "to_bytes", lambda array: converted.append(array.shape) or to_bytes(array))
     queue.offer(job(range(50), plain(50, layers=6)))
     wait_until(lambda: queue.stats()["pending"] == 1)
     counts = []
@@ -239,7 +239,7 @@ def test_an_entry_that_can_never_fit_is_counted_and_not_retried(make, tmp_path):
 
 def test_arrays_that_cannot_be_evaluated_fail_their_entry_only(make, monkeypatch):
     store, queue = make()
-    to_bytes = spill.to_bytes
+    to_bytes = feeding.to_bytes
     calls = []
 
     def failing(array):
@@ -248,7 +248,7 @@ def test_arrays_that_cannot_be_evaluated_fail_their_entry_only(make, monkeypatch
             raise RuntimeError("out of memory")
         return to_bytes(array)
 
-    monkeypatch.setattr(spill, "to_bytes", failing)
+    monkeypatch.setattr(feeding, "to_bytes", failing)
     queue.offer(job(range(50)))
     queue.offer(job(range(100, 150)))
     result = flush(queue)
@@ -301,7 +301,7 @@ def test_no_path_keeps_the_caches(make, monkeypatch, path):
     del caches
     if path in ("written", "failed"):
         if path == "failed":
-            monkeypatch.setattr(spill, "to_bytes", lambda array: 1 / 0)
+            monkeypatch.setattr(feeding, "to_bytes", lambda array: 1 / 0)
         flush(queue)
     elif path == "dropped":
         queue.offer(job(range(100, 150)))

@@ -11,6 +11,7 @@ import pytest
 from witness import Witness
 
 from mlx_lm_hooks import Invocation
+from mlx_lm_patches.engine import BUSY_TURNS
 from mlx_lm_patches.host import host
 
 QUESTION = "Tell me about the os module and its functions, then explain how the sys module works."
@@ -149,6 +150,23 @@ def test_requests_come_before_idle_work(tiny_llama):
         assert len(tokens) == 100 and time.monotonic() - started < 5.0
         probe.join()
         assert any(busy)
+
+
+@pytest.mark.parametrize("seed", [None, 7], ids=["batch", "sequential"])
+def test_busy_turns_come_between_steps_or_requests_and_seldom(tiny_llama, seed):
+    with serving(tiny_llama) as (plugin, generator):
+        started = time.monotonic()
+        for _ in range(3):
+            ask(generator, max_tokens=100, seed=seed)
+        turns = plugin.named("busy")
+        assert 1 <= len(turns) <= (time.monotonic() - started) / BUSY_TURNS + 1
+        assert {(e["busy"], e["thread"]) for e in turns} == {(True, generator._generation_thread.name)}
+
+
+def test_a_failing_busy_task_does_not_stop_the_server(tiny_llama, monkeypatch):
+    monkeypatch.setattr(Witness, "hurry", lambda self: 1 / 0)
+    with serving(tiny_llama) as (plugin, generator):
+        assert len(ask(generator, max_tokens=50)[0]) == 50 and generator.is_healthy
 
 
 def test_a_failing_idle_task_does_not_stop_the_server(tiny_llama, monkeypatch):

@@ -180,6 +180,13 @@ class Witness:
         return self.work > 0
 
     @hookimpl
+    def mlx_lm_busy_task(self) -> Any:
+        return self.hurry
+
+    def hurry(self) -> None:
+        self.note("busy", busy=self.engine.busy, thread=threading.current_thread().name)
+
+    @hookimpl
     def mlx_lm_routes(self) -> list[Route]:
         def echo(request: Any) -> Reply:
             body = {"method": request.method, "query": dict(request.query), "body": request.body.decode(), "local": request.local}
