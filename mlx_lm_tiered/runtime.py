@@ -42,11 +42,12 @@ class Runtime:
         self._namespaces: dict[ModelSource, Hashable] = {}
         self._flushes = _Flushes()
         self._announcement = "SSD tier off (--ssd-cache DIR)"
-        self._store = self._queue = self._identities = self._ssd = None
+        self._store = self._queue = self._identities = self._ssd = self._restorer = None
 
-    def _open_ssd_tier(self) -> None:
+    def _open_ssd_tier(self, restoring_bytes: int) -> None:
         """Not before there is something to serve: a server sets up its log after its flags are read."""
         from .cold.limits import affordable
+        from .cold.restoring import Restorer
         from .cold.spill import SpillQueue
         from .cold.store import ColdStore
 
@@ -59,6 +60,7 @@ class Runtime:
         # The scan starts as soon as it can, so that the first request need not wait for all of it.
         self._identities = IdentityResolver(settings.ssd_cache, known=self._store.attach)
         self._queue = SpillQueue(self._store, busy=self._busy, max_bytes=settings.ssd_queue, wake=self._wake)
+        self._restorer = Restorer(self._store.restoring, self._decoding, self._wake, restoring_bytes)
         self._ssd = SsdTier(self._store, self._queue, self._identities, self.statistics)
 
     # From the hooks
@@ -74,7 +76,7 @@ class Runtime:
         if self.settings.prompt_cache_size is not None:
             max_entries = self.settings.prompt_cache_size
         if self._ssd is None and self.settings.ssd_cache is not None:
-            self._open_ssd_tier()
+            self._open_ssd_tier(size)
         cache = TieredPrefixCache(
             RamTier(size, max_entries),
             self._ssd,
@@ -84,6 +86,7 @@ class Runtime:
             self._min_tokens(serves),
             self.settings.ssd_queue,
             self.settings.ssd_demote_idle,
+            self._restorer,
         )
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
@@ -156,6 +159,9 @@ class Runtime:
         """Save a model's entries and free them before another takes its place; on the generation thread."""
         if self._queue is None:
             return
+        for cache in list(self._caches):
+            if cache.preparations is not None:
+                cache.preparations.cancel(source)
         namespace = self._namespace(source)
         for cache in list(self._caches):
             if cache.demotion is not None:
@@ -200,10 +206,16 @@ class Runtime:
                 "max_bytes": max((c.ram.max_bytes for c in caches), default=0),
                 "evictions": sum(c.ram.evictions for c in caches),
             },
-            "ssd": {**self._store.stats(), **self._queue.stats(), "waiting_for_fingerprint": sum(len(c.unsaved) for c in caches)}
-            if self._store is not None
-            else None,
+            "ssd": self._report_ssd(caches),
         }
+
+    def _report_ssd(self, caches: list[TieredPrefixCache]) -> dict[str, Any] | None:
+        if self._store is None or self._queue is None or self._restorer is None:
+            return None
+        held = [cache.preparations.seconds for cache in caches if cache.preparations is not None]
+        seconds = {"held_seconds_last": max((one["last"] for one in held), default=0.0), "held_seconds_total": sum(one["total"] for one in held)}
+        waiting = sum(len(cache.unsaved) for cache in caches)
+        return {**self._store.stats(), **self._queue.stats(), **self._restorer.stats(), **seconds, "waiting_for_fingerprint": waiting}
 
     def close(self) -> None:
         """End the threads. Files stay, entries in memory go; a script's are saved first."""
@@ -211,6 +223,8 @@ class Runtime:
             return  # a forked child has none of the threads; entries and lock are its parent's
         if self.saves_itself and self._queue is not None and self.engine is None:
             self.flush_on_this_thread(self.settings.shutdown_timeout)
+        if self._restorer is not None:
+            self._restorer.close()
         if self._queue is not None:
             self._queue.close()
         if self._identities is not None:
@@ -234,6 +248,9 @@ class Runtime:
 
     def _busy(self) -> bool:
         return self.engine is not None and self.engine.busy
+
+    def _decoding(self) -> bool:
+        return self.engine is not None and self.engine.decoding
 
     def _wake(self) -> None:
         if self.engine is not None:

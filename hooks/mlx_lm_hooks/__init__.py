@@ -24,6 +24,7 @@ _HOMES = {
     "ModelSource": "types",
     "PluginError": "types",
     "PrefixCache": "types",
+    "Preparation": "types",
     "Route": "types",
     "Reply": "types",
     "Request": "types",

@@ -61,6 +61,16 @@ class Taken(NamedTuple):
 Serves = Literal["server", "script"]  # what a prefix cache stands in for; see `mlx_lm_prefix_cache`
 
 
+class Preparation(Protocol):
+    """What one request waits for before it is served. Called on the generation thread."""
+
+    def step(self) -> bool:
+        """Do a small bounded piece of what only this thread may do. True once the request need wait no longer."""
+
+    def cancel(self) -> None:
+        """Let go of everything: the request was served, or will not be. May be called again."""
+
+
 class PrefixCache(Protocol):
     """What stands in for the server's prompt cache. Called on the generation thread.
 
@@ -73,6 +83,12 @@ class PrefixCache(Protocol):
 
     def take(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
         """The longest usable stored prefix of `tokens`, shorter than `tokens`, or None. The caller owns the result."""
+
+    def prepare(self, source: ModelSource, tokens: Sequence[int]) -> Preparation | None:
+        """Begin in the background what a `take` of these tokens would stand still for; None when that is nothing.
+
+        The `take` that follows finds what was prepared. Calling `Engine.wake` when it is ready saves the request a wait.
+        """
 
     def put(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "assistant") -> None:
         """Store `caches`, which hold `tokens`. The caller gives them up."""
@@ -105,7 +121,11 @@ class Engine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being served or rows are decoding."""
+        """Whether a request is being served, is held back, or rows are decoding."""
+
+    @property
+    def decoding(self) -> bool:
+        """Whether a request is being served or rows are decoding: what takes processors or memory bandwidth now slows them down."""
 
     @property
     def alive(self) -> bool:

@@ -1,4 +1,4 @@
-"""Between mlx arrays and bytes. Generation thread only.
+"""Between mlx arrays and bytes. Generation thread only, but for `Landing` up to `finish`: an evaluated array is no more than a buffer.
 
 Where memory is shared (CPU, Metal), numpy can look straight into an evaluated
 array's buffer: reading a file into that view fills the array, and writing from it
@@ -65,7 +65,7 @@ def capacities(specs: tuple[TensorSpec, ...]) -> list[tuple[int, ...]]:
 class Landing:
     """A new array of `shape`, with room for `spec`, and the places where files' bytes go in it.
 
-    Made and finished on the generation thread; what is between may run on any.
+    Finished on the generation thread; made and filled on any one.
     """
 
     def __init__(self, spec: TensorSpec, shape: tuple[int, ...]):
@@ -74,7 +74,7 @@ class Landing:
         dtype = MLX_DTYPES[spec.dtype]
         if _shared_memory():
             self._array = fresh(shape, dtype)
-            view = np.array(self._array.view(mx.uint16) if dtype == mx.bfloat16 else self._array, copy=False)
+            view = np.array(self._array.view(mx.uint16, stream=mx.cpu) if dtype == mx.bfloat16 else self._array, copy=False)
             if not (view.flags.writeable and view.flags.c_contiguous):
                 raise RuntimeError("mlx no longer lends its buffers to numpy")
         else:

@@ -60,6 +60,7 @@ class EntryReader:
     def arrays(self, verify: bool) -> dict[str, mx.array]:
         """Every tensor of a whole entry but the tokens (see `Assembly`)."""
         assembly = Assembly(self.header.meta)
+        assembly.allocate()
         assembly.fill(self, self.header.meta.length, verify)
         return assembly.finish()
 
@@ -90,6 +91,13 @@ class EntryReader:
 
     def fill(self, landing: Landing, number: int, verify: bool, start: int = 0, stop: int | None = None, beyond: int = 0) -> None:
         """Read tensor `number` into its place (see `Landing.runs`); several may be read at once. Raises BadEntry, with `verify` also for a wrong checksum."""
+        for _ in self.pieces(landing, number, verify, start, stop, beyond):
+            pass
+
+    def pieces(
+        self, landing: Landing, number: int, verify: bool, start: int = 0, stop: int | None = None, beyond: int = 0
+    ) -> Iterator[int]:
+        """The same, piece by piece; gives the bytes of each."""
         at = self.header.body + self.header.offsets[number]
         hasher = xxhash.xxh3_64()
         reading = hashing = 0.0
@@ -102,7 +110,9 @@ class EntryReader:
                 for piece in batch:
                     hasher.update(piece)
                 hashing += time.perf_counter() - read
-            at += sum(map(len, batch))
+            size = sum(map(len, batch))
+            at += size
+            yield size
         with self._lock:
             self.read_seconds += reading
             self.hash_seconds += hashing
@@ -111,22 +121,38 @@ class EntryReader:
 
 
 class Assembly:
-    """The arrays of an entry, filled from the files of its chain in any order.
+    """The arrays of an entry: allocated, filled from the files of its chain in any order, then finished.
 
-    Made and finished on the generation thread; `fill` may run on any, and reads
-    with several. Memory: the arrays, and on CUDA one tensor more.
+    `fill` reads with several threads; `allocation` and `filling` do their work piece
+    by piece, on any one. Memory: the arrays, and on CUDA one tensor more.
     """
 
     def __init__(self, meta: Meta):
         self._meta = meta
         self._specs = meta.whole
-        self._landings = [Landing(spec, shape) for spec, shape in zip(self._specs, capacities(self._specs), strict=True)]
+        self._landings: list[Landing] = []
         self._settled = False
+
+    def allocate(self) -> None:
+        """Make the arrays."""
+        for _ in self.allocation():
+            pass
+
+    def allocation(self) -> Iterator[int]:
+        """Make the arrays, one a piece; gives 0 for each."""
+        for spec, shape in zip(self._specs, capacities(self._specs), strict=True):
+            self._landings.append(Landing(spec, shape))
+            yield 0
 
     def fill(self, reader: EntryReader, until: int, verify: bool) -> None:
         """Take what the entry needs from one file: its tokens before `until`. Raises BadEntry, first for tensors that are not those of the entry."""
         tasks = [partial(reader.fill, landing, number, verify, *span) for landing, number, *span in self._parts(reader, until)]
         run_all(tasks, alone=reader.status.st_size < ALONE)
+
+    def filling(self, reader: EntryReader, until: int, verify: bool) -> Iterator[int]:
+        """The same, piece by piece; gives the bytes of each."""
+        for landing, number, *span in self._parts(reader, until):
+            yield from reader.pieces(landing, number, verify, *span)
 
     def _parts(self, reader: EntryReader, until: int) -> list[tuple[Landing, int, int, int | None, int]]:
         """What the entry needs from one file: the place and number of each tensor, and its tokens as for `Landing.runs`."""
@@ -141,7 +167,7 @@ class Assembly:
         return [(landing, number, meta.start, until, meta.length - until) for landing, number in numbered if number]
 
     def finish(self) -> dict[str, mx.array]:
-        """The filled arrays by name; the assembly gives them up."""
+        """The filled arrays by name; the assembly gives them up. Generation thread only."""
         landings, self._landings = self._landings[::-1], []
         return {spec.name: landings.pop().finish() for spec in self._specs}
 

@@ -31,35 +31,66 @@ class Damaged(Exception):
         self.status = status
 
 
-def read_caches(entry: ColdEntry, checking: Checking, used: Callable[[int], None]) -> list[Any]:
-    """An entry's caches, from the files of its chain; `used` gets the open descriptors afterwards. Generation thread only.
+class Restore:
+    """Reading one entry's caches from the files of its chain: `steps` to the end, then `caches`.
 
-    Raises Damaged, Lost, OSError, and what mlx raises when memory is short.
+    `used` gets the open descriptors when all is read. Memory: the caches, and on CUDA one tensor more.
     """
-    chain = entry.chain
-    with ExitStack() as files:
-        readers = [_open(files, one) for one in chain]
-        starts = _check_chain(entry, readers)
-        verify = checking.wanted()
-        meta = readers[-1].header.meta
-        with _blaming(entry, readers[-1].status):
-            for reader in readers[:-1]:
-                shared(meta, reader.header.meta)  # before anything is allocated: so all its bytes are in the files
-            assembly = Assembly(meta)
-        for one, reader, until in zip(chain, readers, [*starts[1:], meta.length], strict=True):
-            with _blaming(one, reader.status):
-                assembly.fill(reader, until, verify)
-        checking.measured(
-            sum(reader.status.st_size for reader in readers),
-            sum(reader.read_seconds for reader in readers),
-            sum(reader.hash_seconds for reader in readers) if verify else None,
-        )
-        with _blaming(entry, readers[-1].status):
-            caches = _load(meta, assembly.finish())
-        with suppress(OSError):  # a read-only directory: recency is not worth a restored entry
-            for reader in reversed(readers):
-                used(reader.fd)
-        return caches
+
+    def __init__(self, entry: ColdEntry, checking: Checking, used: Callable[[int], None]):
+        self._entry = entry
+        self._checking = checking
+        self._used = used
+        self._assembly: Assembly | None = None
+        self._meta: Meta | None = None
+        self._status: os.stat_result | None = None
+
+    def read(self) -> None:
+        """Read everything at once, as fast as it goes. Generation thread only. Raises like `steps`."""
+        for _ in self._run(False):
+            pass
+
+    def steps(self) -> Iterator[int]:
+        """Read everything, piece by piece, on any one thread; gives the bytes of each piece. Closing the iterator gives up.
+
+        Raises Damaged, Lost, OSError, and what mlx raises when memory is short.
+        """
+        return self._run(True)
+
+    def _run(self, pieces: bool) -> Iterator[int]:
+        chain, checking = self._entry.chain, self._checking
+        with ExitStack() as files:
+            readers = [_open(files, one) for one in chain]
+            starts = _check_chain(self._entry, readers)
+            verify = checking.wanted()
+            meta, status = readers[-1].header.meta, readers[-1].status
+            with _blaming(self._entry, status):
+                for reader in readers[:-1]:
+                    shared(meta, reader.header.meta)  # before anything is allocated: so all its bytes are in the files
+                assembly = Assembly(meta)
+                yield from assembly.allocation()
+            for one, reader, until in zip(chain, readers, [*starts[1:], meta.length], strict=True):
+                with _blaming(one, reader.status):
+                    if pieces:
+                        yield from assembly.filling(reader, until, verify)
+                    else:
+                        assembly.fill(reader, until, verify)
+            checking.measured(
+                sum(reader.status.st_size for reader in readers),
+                sum(reader.read_seconds for reader in readers),
+                sum(reader.hash_seconds for reader in readers) if verify else None,
+            )
+            with suppress(OSError):  # a read-only directory: recency is not worth a restored entry
+                for reader in reversed(readers):
+                    self._used(reader.fd)
+        self._assembly, self._meta, self._status = assembly, meta, status
+
+    def caches(self) -> list[Any]:
+        """What was read. Generation thread only, once, after `steps` came to their end. Raises Damaged."""
+        assembly, self._assembly = self._assembly, None
+        assert assembly is not None and self._meta is not None and self._status is not None
+        with _blaming(self._entry, self._status):
+            return _load(self._meta, assembly.finish())
 
 
 def _open(files: ExitStack, entry: ColdEntry) -> EntryReader:

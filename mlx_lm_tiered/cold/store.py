@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from .format import BadEntry, Meta, file_size
 from .health import Bounded, Checking, Outage, logger
 from .listing import Listed, listing
 from .placing import continued_file, remove_superseded
-from .restore import Damaged, Lost, read_caches
+from .restore import Damaged, Lost, Restore
+from .restoring import Restoring
 from .scan import Scans, cold_entry, scan
 from .segments import ChainFull, Continuation, NotIdentical, continuation, inode
 from .writer import EntryWriter
@@ -116,9 +117,20 @@ class ColdStore:
         all that continue it. Memory at its highest: the caches, and on CUDA one tensor
         more.
         """
-        started = time.perf_counter()
+        restoring = self.restoring(entry)
+        restoring.read()
+        return restoring.caches()
+
+    def restoring(self, entry: ColdEntry) -> Restoring:
+        """The same in steps, most of them on any one thread."""
+        return Restoring(Restore(entry, self._checking, self._used), lambda: self._forgiving(entry), lambda seconds: self._restored(entry, seconds))
+
+    @contextmanager
+    def _forgiving(self, entry: ColdEntry) -> Iterator[None]:
+        """Deal with what may befall a restore; whoever enters sees only that the end was not reached."""
         try:
-            caches = read_caches(entry, self._checking, self._used)
+            yield
+            return
         except Lost as error:
             self._count("gone")
             self._catalog.forget(error.entry.path, error.entry)
@@ -131,16 +143,14 @@ class ColdStore:
         except (MemoryError, RuntimeError) as error:  # mlx reports an allocation that fails as a RuntimeError
             self._count("read_errors")
             self._log.warn("memory", "SSD cache: restoring %d tokens failed (%s)", entry.length, error)
-            return None
-        else:
-            seconds = time.perf_counter() - started
-            with self._lock:
-                size = sum(one.nbytes for one in entry.chain)
-                self._counts.update(restores=1, restored_bytes=size, restored_tokens=entry.length)
-                self._seconds = {"last": seconds, "total": self._seconds["total"] + seconds}
-            return caches
+            return
         self._catalog.forget(entry.path, entry)
-        return None
+
+    def _restored(self, entry: ColdEntry, seconds: float) -> None:
+        with self._lock:
+            size = sum(one.nbytes for one in entry.chain)
+            self._counts.update(restores=1, restored_bytes=size, restored_tokens=entry.length)
+            self._seconds = {"last": seconds, "total": self._seconds["total"] + seconds}
 
     # Storing
 

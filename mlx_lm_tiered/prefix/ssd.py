@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from mlx_lm_hooks import ModelSource, Taken
 
 from .. import caches as kinds
 from ..cold.spill import Job, SpillQueue
-from ..cold.store import ColdStore
+from ..cold.store import ColdEntry, ColdStore
 from ..identity import Identity, IdentityResolver
 from ..statistics import Statistics
 from .ram import Entry, usable_length
@@ -18,6 +19,7 @@ from .ram import Entry, usable_length
 # read; a prefix worth restoring costs more than the wait. Seconds, of all requests for a
 # model together: decoding stands still meanwhile, and weights on a slow disk take minutes.
 PATIENCE = 10.0
+TRIES = 3  # entries that one request tries to restore
 
 
 class SsdTier:
@@ -29,31 +31,55 @@ class SsdTier:
         self._identities = identities
         self._statistics = statistics
         self._patience: dict[ModelSource, float] = {}  # what is left of it
+        self._until: dict[ModelSource, float] = {}  # when it ends, for those who need not stand still
 
     def take(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Taken | None:
         """Restore the longest usable prefix of `tokens`, if it is longer than `longer_than`."""
-        identity = self._found(source)
-        if identity is None:
+        if self._found(source) is None:
             return None
         # An entry that turns out damaged leaves the index; the next best may serve.
-        for _ in range(3):
-            found = self._store.find(identity.fingerprint, "", key, len(tokens) - 1)
-            if found is None:
+        for _ in range(TRIES):
+            located = self.locate(source, tokens, key, longer_than)
+            if located is None:
                 return None
-            entry = found.entry
-            length = usable_length(tokens, found.length, entry.length, entry.serves)
-            if length <= longer_than:
-                return None
+            entry, length = located
             caches = self._store.restore(entry)
-            if caches is None:
-                continue
-            if length < entry.length:
-                if not kinds.can_cut(caches, length):
-                    self._statistics.fault("restored_uncuttable", "a restored entry could not be cut to the shared prefix")
-                    return None
-                caches = kinds.lend(caches, length)
-            return Taken(caches, length)
+            if caches is not None:
+                return self.cut(entry, caches, length)
         return None
+
+    def locate(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> tuple[ColdEntry, int] | None:
+        """The entry that serves the longest prefix of `tokens`, and its length, if it is longer than `longer_than`. Looks at the index only."""
+        identity = self._identity(source, 0)
+        found = self._store.find(identity.fingerprint, "", key, len(tokens) - 1) if identity is not None else None
+        if found is None:
+            return None
+        length = usable_length(tokens, found.length, found.entry.length, found.entry.serves)
+        return (found.entry, length) if length > longer_than else None
+
+    def cut(self, entry: ColdEntry, caches: list[Any], length: int) -> Taken | None:
+        """The first `length` tokens of an entry's caches, which the caller gives up."""
+        if length < entry.length:
+            if not kinds.can_cut(caches, length):
+                self._statistics.fault("restored_uncuttable", "a restored entry could not be cut to the shared prefix")
+                return None
+            caches = kinds.lend(caches, length)
+        return Taken(caches, length)
+
+    def settled(self, source: ModelSource) -> bool:
+        """Whether all that can be found is found: the model's fingerprint is known and its headers are read, or the patience for that is at its end. Never waits."""
+        identity = self._identity(source, 0)
+        if identity is not None:
+            self._store.attach(identity.fingerprint)
+            if self._store.wait_scanned(0):
+                return True
+        elif source.path is None or not self._identities.pending(source):
+            return True
+        until = self._until.setdefault(source, time.monotonic() + self._patience.get(source, PATIENCE))
+        if time.monotonic() < until:
+            return False
+        self._patience[source] = 0.0
+        return True
 
     def _found(self, source: ModelSource) -> Identity | None:
         """The model's identity, its entries indexed, or as much of that as the patience left for it gives."""

@@ -14,10 +14,12 @@ from .. import caches as kinds
 from ..statistics import Statistics
 from .demotion import Demotion
 from .index import token_key
+from .preparing import Preparation, Preparations
 from .ram import Entry, RamTier, usable_length
 from .unsaved import Unsaved
 
 if TYPE_CHECKING:
+    from ..cold.restoring import Restorer
     from .ssd import SsdTier
 
 logger = logging.getLogger("mlx_lm_tiered")
@@ -42,6 +44,7 @@ class TieredPrefixCache:
         min_tokens: int = 1,
         max_unsaved_bytes: int = 2 << 30,
         demote_idle: float = 0.0,
+        restorer: Restorer | None = None,
     ):
         self.ram = ram
         self._ssd = ssd
@@ -52,6 +55,7 @@ class TieredPrefixCache:
         self.unsaved = Unsaved(max_unsaved_bytes, ram.__contains__)
         ram.on_evict = self._evicted
         self.demotion = None if ssd is None else Demotion(ram, ssd, statistics, demote_idle)
+        self.preparations = None if ssd is None or restorer is None else Preparations(ssd, restorer)
 
     # The contract
 
@@ -73,6 +77,17 @@ class TieredPrefixCache:
         self._statistics.looked_up(tier, len(tokens), taken.length if taken else 0)
         self._explain(source, tokens, tier, taken.length if taken else 0)
         return taken
+
+    def prepare(self, source: ModelSource, tokens: Sequence[int]) -> Preparation | None:
+        if self.preparations is None or len(tokens) <= 1:
+            return None
+        try:
+            key = token_key(tokens)
+            found, _ = self._in_memory(self._namespace(source), source, tokens, key)
+            return self.preparations.begin(source, tokens, key, max(found[1] if found is not None else 0, self._min_tokens - 1))
+        except Exception as error:
+            self._statistics.fault("prepare", f"restoring a prefix ahead failed ({error!r})")
+            return None
 
     def put(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "assistant") -> None:
         try:
@@ -156,16 +171,12 @@ class TieredPrefixCache:
         """What was found, and in which tier."""
         key = token_key(tokens)
         namespace = self._namespace(source)
-        found, tier = self.ram.find(namespace, tokens, key), "ram"
-        waiting = self._waiting(source, key, lambda e, common: usable_length(tokens, common, e.length, e.serves))
-        if waiting is not None and (found is None or found[1] < waiting[1]):
-            found, tier = waiting, "queue"
-        if found is not None and found[1] < self._min_tokens:
-            found = None
+        found, tier = self._in_memory(namespace, source, tokens, key)
         if self._ssd is not None:
             longer_than = found[1] if found is not None else self._min_tokens - 1
-            restored = self._ssd.take(source, tokens, key, longer_than)
-            if restored is not None:
+            prepared = self.preparations.claim(source, key) if self.preparations is not None else None
+            restored = prepared.taken() if prepared is not None else self._ssd.take(source, tokens, key, longer_than)
+            if restored is not None and restored.length > longer_than:
                 return self._keep_restored(namespace, source, tokens, restored), "ssd"
         if found is None:
             return None, ""
@@ -175,6 +186,14 @@ class TieredPrefixCache:
         elif not kinds.stay_cuttable(entry.caches):
             self.ram.put(entry)  # as with those that are restored
         return Taken(kinds.lend(entry.caches, length if length < entry.length else None), length), tier
+
+    def _in_memory(self, namespace: Hashable, source: ModelSource, tokens: Sequence[int], key: bytes) -> tuple[tuple[Entry, int] | None, str]:
+        """The entry that serves the longest prefix without reading anything, with that length, and where it is."""
+        found, tier = self.ram.find(namespace, tokens, key), "ram"
+        waiting = self._waiting(source, key, lambda e, common: usable_length(tokens, common, e.length, e.serves))
+        if waiting is not None and (found is None or found[1] < waiting[1]):
+            found, tier = waiting, "queue"
+        return (found if found is None or found[1] >= self._min_tokens else None), tier
 
     def _waiting(self, source: ModelSource, key: bytes, usable: Callable[[Any, int], int]) -> tuple[Entry, int] | None:
         """Of what has left RAM and is not on disk yet, the entry that serves the longest prefix, and that length."""

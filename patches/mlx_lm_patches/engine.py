@@ -1,4 +1,4 @@
-"""The server's generation loop as the plugins see it, and its idle turns."""
+"""The server's generation loop as the plugins see it: which request comes next, and its idle turns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from .holding import Delivery, Held, preparation_for
+from .mailbox import Cancelled, Mailbox
 from .runtime import Runtime
 
 # Put on the request queue to end a wait; never delivered as a request.
@@ -20,13 +22,17 @@ class Engine:
     def __init__(self, generator: Any, runtime: Runtime):
         self._generator = generator
         self._runtime = runtime
-        self._busy = False
+        self._decoding = False
         self._waiting = False
         self._woken = False
         self._lock = threading.Lock()
         self._tasks: list[Callable[[], bool]] = []
         self._busy_tasks: list[Callable[[], None]] = []
         self._busy_turn_at = 0.0
+        self._held = Held(runtime)
+        self._prepared: Any = None  # of the request delivered last
+        self._model: Any = None  # that the request delivered last names; upstream loads no other before the next one
+        self.current: Mailbox | None = None  # of the request delivered last
 
     def start(self) -> None:
         """Announce the engine and resolve the tasks into plain callables."""
@@ -36,7 +42,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self._busy
+        return self._decoding or len(self._held) > 0
+
+    @property
+    def decoding(self) -> bool:
+        return self._decoding
 
     @property
     def alive(self) -> bool:
@@ -53,17 +63,24 @@ class Engine:
     def next_request(self, original: Callable[..., Any], timeout: float | None) -> Any:
         """Upstream's `_next_request`, with idle turns in the time it would wait.
 
-        Upstream passes no timeout while rows decode: that is its busy signal.
+        Upstream passes no timeout while rows decode: that is its busy signal. A
+        request that needs something from the disk is held back until it is there;
+        others pass it.
         """
-        if self._busy and time.monotonic() >= self._busy_turn_at:
+        self._runtime.here.engine = self
+        if self._decoding and time.monotonic() >= self._busy_turn_at:
             self._busy_turn()
-        request = self._request(original, None)
-        if timeout is None or request is not None:
-            self._busy = True
-            return request
-        self._busy = False
+        if self._prepared is not None:
+            # The request has been looked up since; what it did not take goes.
+            self._held.let_go(self._prepared)
+            self._prepared = None
         self._woken = False
-        if self._idle_turn():
+        request = self._held_back() or self._request(original, None)
+        if timeout is None or request is not None:
+            self._decoding = True
+            return self._deliver(request)
+        self._decoding = False
+        if not self._held and self._idle_turn():
             return None
         with self._lock:
             if self._woken:
@@ -72,10 +89,27 @@ class Engine:
         request = self._request(original, timeout)
         with self._lock:
             self._waiting = False
-        self._busy = request is not None
+        self._decoding = request is not None
+        return self._deliver(request)
+
+    def _held_back(self) -> Delivery | None:
+        if not self._held or (item := self._held.ready()) is None:
+            return None
+        request, self._prepared = item
         return request
 
-    def _request(self, original: Callable[..., Any], timeout: float | None) -> Any:
+    def _request(self, original: Callable[..., Any], timeout: float | None) -> Delivery | None:
+        """The next request that need not be held back."""
+        while (request := self._queued(original, timeout)) is not None:
+            request = (Mailbox(request[0]), *request[1:])
+            if request[0].cancelled:
+                request[0].put(Cancelled())
+            elif not self._hold(request):
+                return request
+            timeout = None
+        return None
+
+    def _queued(self, original: Callable[..., Any], timeout: float | None) -> Any:
         request = original(self._generator, timeout)
         if request is WAKE and timeout is None:
             # Look behind it; a second one cannot be there, as it is put only into a wait.
@@ -89,6 +123,26 @@ class Engine:
             except Exception as error:
                 self._runtime.fault("a busy task", error)
         self._busy_turn_at = time.monotonic() + BUSY_TURNS
+
+    def _hold(self, delivery: Delivery) -> bool:
+        """Whether a request waits for something; only one that upstream would add to its batch may."""
+        _, request, args = delivery
+        if self._model is None or args.model != self._model:
+            return False
+        try:
+            preparation = preparation_for(self._generator, request, args)
+        except Exception as error:
+            self._runtime.fault("preparing a request", error)
+            return False
+        if preparation is None:
+            return False
+        self._held.add(delivery, preparation)
+        return True
+
+    def _deliver(self, delivery: Delivery | None) -> Delivery | None:
+        if delivery is not None:
+            self.current, self._model = delivery[0], delivery[2].model
+        return delivery
 
     def _idle_turn(self) -> bool:
         more = False

@@ -30,6 +30,7 @@ class Fetch:
 
 
 class _ThreadState(threading.local):
+    engine: Any = None  # whose generation thread this is
     fetch: Fetch | None = None
     segments: tuple[list[list[int]], list[str]] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_lm_hooks.types import ModelSource, Taken
+from mlx_lm_hooks.types import ModelSource, Preparation, Taken
 
 from ..runtime import Fetch, Runtime
 from ..seam import Seam
@@ -31,6 +31,11 @@ def build(original: type, runtime: Runtime) -> type:
                 caches, rest = taken.caches, tokens[taken.length :]
             runtime.here.fetch = Fetch(self._prefixes, source, tokens, len(tokens), len(tokens) - len(rest))
             return caches, rest
+
+        def prepare(self, model: Any, tokens: list[int]) -> Preparation | None:
+            """What a fetch of these tokens would stand still for, begun in the background."""
+            begin = getattr(self._prefixes, "prepare", None)
+            return begin(runtime.source_for(model), tokens) if begin is not None else None
 
         def _take(self, source: ModelSource, tokens: list[int]) -> Taken | None:
             try:

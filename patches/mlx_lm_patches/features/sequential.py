@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ..holding import mark, remembering
 from ..progress import Progress
 from ..runtime import Fetch, Runtime
 from ..seam import Seam
@@ -20,12 +21,15 @@ _PREFILL = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start
 
 
 def build_tokenize(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    remembered = remembering(original)
+
     @functools.wraps(original)
-    def _tokenize(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
+    def _tokenize(self: Any, tokenizer: Any, request: Any, args: Any) -> Any:
+        result = remembered(self, tokenizer, request, args)
         runtime.here.segments = (result[1], result[2])
         return result
 
+    mark(_tokenize)
     return _tokenize
 
 
@@ -116,7 +120,7 @@ SEAMS = [
         kind="wrap",
         signature="(self, tokenizer, request, args)",
         bodies={"ea9f08ddf86ea471": "0.32.0", "997cb5b1cbbdab96": "0.32.1 0.32.2"},
-        why="tells where a thinking tail begins",
+        why="tells where a thinking tail begins; is asked once for a request that was held back",
         until="upstream stores prompt boundaries on its sequential path",
         build=build_tokenize,
     ),

@@ -1,0 +1,99 @@
+"""Requests that are held back while what they need is read, so that those being served go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mlx_lm_hooks.types import Preparation
+
+from .mailbox import Cancelled
+from .runtime import Runtime
+
+_TOKENIZED = "_mlx_lm_patches_tokenized"
+
+Delivery = tuple[Any, Any, Any]  # as upstream queues a request: where to put responses, the request, its arguments
+
+
+class Held:
+    """The requests that wait, in order. Generation thread only, but for `len`."""
+
+    def __init__(self, runtime: Runtime):
+        self._runtime = runtime
+        self._waiting: list[tuple[Delivery, Preparation]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, delivery: Delivery, preparation: Preparation) -> None:
+        self._waiting.append((delivery, preparation))
+
+    def ready(self) -> tuple[Delivery, Preparation] | None:
+        """The first that need wait no longer; those whose clients have gone are ended."""
+        for item in list(self._waiting):
+            delivery, preparation = item
+            if delivery[0].cancelled:
+                self._waiting.remove(item)
+                self.let_go(preparation)
+                delivery[0].put(Cancelled())
+            elif self._may_go(preparation):
+                self._waiting.remove(item)
+                return item
+        return None
+
+    def let_go(self, preparation: Preparation) -> None:
+        try:
+            preparation.cancel()
+        except Exception as error:
+            self._runtime.fault("cancelling a preparation", error)
+
+    def _may_go(self, preparation: Preparation) -> bool:
+        try:
+            return preparation.step()
+        except Exception as error:
+            self._runtime.fault("preparing a request", error)
+            return True
+
+
+def preparation_for(generator: Any, request: Any, args: Any) -> Preparation | None:
+    """What a request that upstream would add to its batch should wait for; None when nothing, or when it would not be added.
+
+    Call it only when the model that `args` name is the one that is loaded.
+    """
+    provider, prompts = generator.model_provider, generator.prompt_cache
+    prepare = getattr(prompts, "prepare", None)
+    if prepare is None or provider.model_key is None or not generator._is_batchable(args) or _has_images(request.messages):
+        return None
+    if not getattr(type(generator)._tokenize, _TOKENIZED, False):
+        return None
+    try:
+        result = generator._tokenize(provider.tokenizer, request, args)
+    except Exception as error:  # upstream's to answer, when it asks
+        setattr(request, _TOKENIZED, error)
+        return None
+    setattr(request, _TOKENIZED, result)
+    return prepare(provider.model_key, result[0])
+
+
+def remembering(tokenize: Callable[..., Any]) -> Callable[..., Any]:
+    """Upstream's `_tokenize`, which tokenizes a request no second time: that changes its messages."""
+
+    def remembered(generator: Any, tokenizer: Any, request: Any, args: Any) -> Any:
+        known = getattr(request, "__dict__", {}).pop(_TOKENIZED, None)
+        if isinstance(known, Exception):
+            raise known
+        return tokenize(generator, tokenizer, request, args) if known is None else known
+
+    return remembered
+
+
+def mark(tokenize: Any) -> None:
+    """Say of a replacement of `_tokenize` that it remembers."""
+    setattr(tokenize, _TOKENIZED, True)
+
+
+def _has_images(messages: Any) -> bool:
+    import mlx_lm.server
+
+    parts = getattr(mlx_lm.server, "_image_parts", None)  # 0.32.0 has no images
+    return parts is not None and any(True for _ in parts(messages))

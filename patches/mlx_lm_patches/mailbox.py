@@ -1,0 +1,56 @@
+"""Where the generation thread puts what it has for one request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_GONE = "_mlx_lm_patches_gone"
+
+
+class Cancelled(ConnectionAbortedError):
+    """The client went away before its request was served."""
+
+    def __init__(self) -> None:
+        super().__init__("the client has gone")
+
+
+def give_up(queue: Any) -> None:
+    """Note that nobody waits for what will be put on a request's queue. Any thread."""
+    setattr(queue, _GONE, True)
+
+
+def given_up(queue: Any) -> bool:
+    return getattr(queue, _GONE, False)
+
+
+class Mailbox:
+    """Stands for the queue on which a request's HTTP thread waits, and knows how far the request has come.
+
+    Upstream puts its context, tuples of progress, responses, and at the end None or
+    an exception. What comes after the end is let go.
+    """
+
+    def __init__(self, queue: Any):
+        self.queue = queue
+        self.context: Any = None
+        self.ended = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the client has gone."""
+        return given_up(self.queue)
+
+    def put(self, item: Any) -> None:
+        if self.ended:
+            return
+        if item is None or isinstance(item, Exception):
+            self.ended = True
+        elif self.context is None and not isinstance(item, tuple):
+            self.context = item
+        self.queue.put(item)
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error."""
+        self.put(error)
+        if self.context is not None:
+            self.context.stop()
