@@ -28,7 +28,11 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     writes.add_argument("--turns", type=positive, default=20, metavar="N", help="turns of the conversation, each flushed (default: 20)")
     writes.add_argument("--turn-tokens", type=positive, default=200, metavar="N", help="tokens of a user's turn (default: 200)")
     writes.set_defaults(run=run_bench_writes)
-    for parser in (restart, overhead, writes):
+    stall = benches.add_parser("stall", help="time between tokens of two streams while a third request is restored, over the time without")
+    stall.add_argument("--prefix-tokens", type=positive, default=4096, metavar="N", help="length of what is restored (default: 4096)")
+    stall.add_argument("--repeats", type=positive, default=5, metavar="R", help="pairs of measurements (default: 5)")
+    stall.set_defaults(run=run_bench_stall)
+    for parser in (restart, overhead, writes, stall):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     restoring.add_argument("--tokens", type=positive, default=6000, metavar="N", help="tokens of the entry, each 131 kB (default: 6000)")
@@ -39,7 +43,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     start_up.add_argument("--repeats", type=positive, default=40, metavar="R", help="starts with and without it (default: 40)")
     start_up.set_defaults(run=run_bench_start_up)
-    for parser in (restart, overhead, writes, restoring, start_up):
+    for parser in (restart, overhead, writes, stall, restoring, start_up):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -81,6 +85,16 @@ def run_bench_restore(args: argparse.Namespace) -> int:
 
     return _bench(
         args, lambda: restore.run(args.tokens, segments=args.segments, repeats=args.repeats, directory=args.directory), lambda result: []
+    )
+
+
+def run_bench_stall(args: argparse.Namespace) -> int:
+    from ..bench import stall
+
+    return _bench(
+        args,
+        lambda: stall.run(Path(model(args.model)), args.prefix_tokens, args.repeats),
+        lambda result: [] if result["text_equal"] else ["the answers differ"],
     )
 
 

@@ -1,0 +1,187 @@
+"""Whether a restore holds up those that decode: time between tokens of two streams, with a third request being restored and without.
+
+One server has the third request's long prefix on disk and a RAM tier too small for
+it, so each such request restores it again. Two streams decode all the time. A pair
+is a time in which nothing else is asked, and the time from the third request's
+sending until the first report of its progress, when it has joined the batch. The
+result is the median over the pairs' ratios of the 99th percentiles of time between
+tokens.
+
+Joining itself, a long row merged into the batch that decodes, is upstream's and
+comes after that; what it costs is measured too, with the row from the disk and, in a
+second server that keeps the prefix in RAM, from there.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mlx_lm_tiered.demo.run import long_document
+from mlx_lm_tiered.progress import Progress
+
+from .client import RequestFailed
+from .restart import drop_page_cache, started
+from .server import Server, tiered_flags
+from .writes import flush
+
+STREAMS = ("Tell a long story about a lighthouse.", "Explain at length how bread is made.")
+REPLY = 6  # tokens of the third request's answer
+ENDLESS = 100_000
+FEWEST = 20  # intervals, of both streams together, from which on a percentile means something
+
+
+def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dict[str, Any]:
+    """Measure it; `window` is the time without, in seconds. Times between tokens are milliseconds. Raises ServerFailed, RequestFailed."""
+    text = long_document(model, prefix_tokens)
+    with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-") as scratch:
+        directory, log = Path(scratch) / "cold", Path(scratch) / "server.log"
+        with started(model, log, tiered_flags(directory, "--prompt-cache-bytes", "1MB")) as server:
+            with Progress("the prefix"):
+                server.complete(text, max_tokens=1)
+            flush(server)
+            dropped = drop_page_cache(directory)
+            disk = _measured(server, model, text, pairs, window, "from the disk")
+            stats = server.stats()
+        with started(model, log, tiered_flags(directory)) as server:
+            server.complete(text, max_tokens=1)
+            ram = _measured(server, model, text, pairs, window, "from RAM")
+    ratios = [pair["p99_during"] / pair["p99_before"] for pair in disk]
+    return {
+        "bench": "stall",
+        "model": str(model),
+        "p99_ratio": median(ratios),
+        "p99_ratio_min": min(ratios),
+        "p99_ratio_max": max(ratios),
+        "p50_ratio": median(pair["p50_during"] / pair["p50_before"] for pair in disk),
+        "p99_before_ms": median(pair["p99_before"] for pair in disk),
+        "p99_during_ms": median(pair["p99_during"] for pair in disk),
+        "restore_s": median(pair["seconds"] for pair in disk),
+        "intervals": median(pair["intervals"] for pair in disk),
+        "join_longest_ms": median(pair["join_longest"] for pair in disk),
+        "ram_join_longest_ms": median(pair["join_longest"] for pair in ram),
+        "ram_wait_s": median(pair["seconds"] for pair in ram),
+        "prefix_tokens": min(pair["prompt_tokens"] for pair in disk),
+        "cached_tokens": min(pair["cached_tokens"] for pair in disk),
+        "ram_cached_tokens": min(pair["cached_tokens"] for pair in ram),
+        "text_equal": len({pair["text"] for pair in disk + ram}) == 1,
+        "restores_in_background": stats["ssd"]["restores_in_background"],
+        "pairs": pairs,
+        "page_cache_dropped": dropped,
+        "disk": disk,
+        "ram": ram,
+    }
+
+
+def _measured(server: Server, model: Path, text: str, pairs: int, window: float, name: str) -> list[dict[str, Any]]:
+    ends = json.loads((model / "config.json").read_text()).get("eos_token_id") or []
+    bias = {str(end): -1000.0 for end in (ends if isinstance(ends, list) else [ends])}
+    with _streams(server, bias) as streams, Progress(name):
+        return [_pair(server, streams, text, window, bias) for _ in range(pairs)]
+
+
+def _pair(server: Server, streams: list[_Stream], text: str, window: float, bias: dict[str, float]) -> dict[str, Any]:
+    time.sleep(1.0)  # what the pair before left behind
+    began = time.monotonic()
+    time.sleep(window)
+    sent = time.monotonic()
+    third = _third(server, text, bias)
+    joined, ended = third.pop("joined"), third.pop("ended")
+    time.sleep(0.2)
+    before = [gap for stream in streams for gap in stream.gaps(began, sent)]
+    during = [gap for stream in streams for gap in stream.gaps(sent, joined)]
+    after = [gap for stream in streams for gap in stream.gaps(joined, ended)]
+    if len(before) < FEWEST or not during:
+        raise RequestFailed(f"only {len(before)} and {len(during)} times between tokens were seen; use a longer prefix or a faster model")
+    return third | {
+        "p99_before": _percentile(before, 99), "p99_during": _percentile(during, 99), "p50_before": _percentile(before, 50),
+        "p50_during": _percentile(during, 50), "join_longest": max(after, default=0.0), "seconds": joined - sent, "intervals": len(during),
+    }  # fmt: skip
+
+
+def _third(server: Server, text: str, bias: dict[str, float]) -> dict[str, Any]:
+    """The third request: when it joined and ended, and what it said."""
+    body = {"prompt": text, "max_tokens": REPLY, "temperature": 0.0, "logit_bias": bias, "stream_options": {"include_usage": True}}
+    said, usage = "", {}
+    events = server.stream("/v1/completions", body, on_headers := _Moment())
+    for event in events:
+        usage = event.get("usage") or usage
+        said += "".join(choice.get("text") or "" for choice in event["choices"])
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return {
+        "joined": on_headers.at or time.monotonic(), "ended": time.monotonic(), "text": said, "cached_tokens": cached,
+        "prompt_tokens": usage["prompt_tokens"],
+    }  # fmt: skip
+
+
+class _Moment:
+    """The first report of progress: the request has joined."""
+
+    at: float | None = None
+
+    def __call__(self, _done: int, _total: int) -> None:
+        if self.at is None:
+            self.at = time.monotonic()
+
+
+class _Stream:
+    """One stream that decodes in a thread, and the times of its tokens."""
+
+    def __init__(self, server: Server, prompt: str, bias: dict[str, float]):
+        body = {"prompt": prompt, "max_tokens": ENDLESS, "temperature": 0.0, "logit_bias": bias}
+        self._events = server.stream("/v1/completions", body)
+        self._ending = False
+        self.arrivals: list[float] = []
+        self.failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="stream")
+        self._thread.start()
+
+    def _follow(self) -> None:
+        try:
+            for _ in self._events:
+                self.arrivals.append(time.monotonic())
+                if self._ending:
+                    break
+        except Exception as error:
+            self.failed = error
+        finally:
+            self._events.close()
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Milliseconds between tokens of which the later came between two times. Raises RequestFailed when the stream has ended."""
+        if not self._thread.is_alive():
+            raise RequestFailed(f"a stream ended early ({self.failed})")
+        arrivals = list(self.arrivals)
+        return [1000 * (later - one) for one, later in zip(arrivals, arrivals[1:], strict=False) if start <= later <= end]
+
+    def end(self) -> None:
+        self._ending = True
+        self._thread.join(10)
+
+
+@contextmanager
+def _streams(server: Server, bias: dict[str, float]) -> Iterator[list[_Stream]]:
+    streams = [_Stream(server, prompt, bias) for prompt in STREAMS]
+    try:
+        deadline = time.monotonic() + 60
+        while any(len(stream.arrivals) < 5 for stream in streams):
+            if time.monotonic() > deadline or any(stream.failed for stream in streams):
+                raise RequestFailed(f"the streams did not begin ({[stream.failed for stream in streams]})")
+            time.sleep(0.05)
+        yield streams
+    finally:
+        for stream in streams:
+            stream.end()
+
+
+def _percentile(values: list[float], percent: float) -> float:
+    """The nearest-rank percentile."""
+    return sorted(values)[max(0, ceil(len(values) * percent / 100) - 1)]
