@@ -1,0 +1,160 @@
+"""Restores in the background: turns, the memory bound, cancelling, and what becomes of a damaged file."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from cold_helpers import FINGERPRINT, LARGE, job, plain, same, save, scanned
+
+from mlx_lm_tiered.cold.restoring import Restorer
+from mlx_lm_tiered.prefix.index import token_key
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    """Three entries of different lengths."""
+    from mlx_lm_tiered.cold.store import ColdStore
+
+    store = ColdStore(tmp_path / "cold", LARGE)
+    for seed, length in enumerate((3000, 300, 200)):
+        save(store, job(range(1000 * seed, 1000 * seed + length), plain(length, seed=seed, dim=64)))
+    store.close()
+    return scanned(tmp_path / "cold")
+
+
+def entry(store, seed: int):
+    length = (3000, 300, 200)[seed]
+    found = store.find(FINGERPRINT, "", token_key(range(1000 * seed, 1000 * seed + length)), length)
+    assert found.entry.length == length
+    return found.entry
+
+
+class Reads:
+    """Opens restores that wait for `go` before each piece, and notes whose pieces were read."""
+
+    def __init__(self, store):
+        self.store = store
+        self.go = threading.Event()
+        self.order: list[int] = []
+        self.ready = 0
+
+    def open(self, entry, stream):
+        restoring = self.store.restoring(entry, stream)
+        steps = restoring.steps()
+
+        def gated():
+            for size in steps:
+                self.go.wait(10)
+                self.order.append(entry.length)
+                yield size
+            self.order.append(-entry.length)
+
+        restoring.steps = gated
+        return restoring
+
+    def done(self) -> None:
+        self.ready += 1
+
+
+def restorer(reads: Reads, max_bytes: int = LARGE, decoding=lambda: False) -> Restorer:
+    return Restorer(reads.open, decoding, reads.done, max_bytes)
+
+
+def until(condition, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def test_restores_take_turns_and_read_what_was_stored(store):
+    reads = Reads(store)
+    background = restorer(reads)
+    tickets = [background.start(entry(store, seed)) for seed in range(3)]
+    reads.go.set()
+    until(lambda: all(ticket.done for ticket in tickets))
+    assert reads.ready == 3
+    # While all three were read, each piece was another's turn.
+    first_end = min(reads.order.index(-length) for length in (3000, 300, 200))
+    turns = reads.order[1 : first_end - 1]
+    assert len(turns) > 3 and all(a != b for a, b in zip(turns, turns[1:], strict=False))
+    for seed, (ticket, length) in enumerate(zip(tickets, (3000, 300, 200), strict=True)):
+        assert same(ticket.restoring.caches(), plain(length, seed=seed, dim=64))
+        background.release(ticket)
+    assert background.stats()["restores_in_flight"] == 0 and store.stats()["restores"] == 3
+    background.close()
+
+
+def test_together_they_hold_no_more_than_the_bound_and_a_larger_one_goes_alone(store):
+    reads = Reads(store)
+    reads.go.set()
+    bound = entry(store, 1).nbytes + entry(store, 2).nbytes
+    background = restorer(reads, bound)
+    large, second, third = (background.start(entry(store, seed)) for seed in range(3))
+    until(lambda: large.done)
+    time.sleep(0.05)
+    assert background.stats()["restores_waiting"] == 2 and not second.done  # what was read is held until it is taken
+    background.release(large)
+    until(lambda: second.done and third.done)
+    stats = background.stats()
+    assert stats["restores_in_flight"] == 2 and stats["restores_in_flight_bytes"] <= bound and stats["restores_waiting"] == 0
+    background.close()
+
+
+def test_a_cancelled_restore_ends_and_lets_the_next_begin(store):
+    reads = Reads(store)
+    background = restorer(reads, 1)
+    reading, waiting, after = (background.start(entry(store, seed)) for seed in range(3))
+    until(lambda: background.stats()["restores_in_flight"] == 1)
+    background.release(waiting)
+    background.release(reading)
+    reads.go.set()
+    until(lambda: after.done)
+    assert not after.restoring.failed and waiting.cancelled and reading.restoring.failed and reading.restoring.caches() is None
+    assert background.stats() == {
+        "restores_in_flight": 1, "restores_in_flight_bytes": after.entry.nbytes, "restores_waiting": 0,
+        "restores_in_background": 2, "restores_cancelled": 2,
+    }  # fmt: skip
+    assert -3000 not in reads.order
+    background.close()
+
+
+def test_a_damaged_file_fails_and_is_put_away(store):
+    reads = Reads(store)
+    reads.go.set()
+    background = restorer(reads)
+    damaged = entry(store, 0)
+    data = bytearray(damaged.path.read_bytes())
+    data[-9] ^= 4
+    damaged.path.write_bytes(data)
+    ticket = background.start(damaged)
+    until(lambda: ticket.done)
+    assert ticket.restoring.failed and ticket.restoring.caches() is None
+    assert store.stats()["quarantined"] == 1 and store.stats()["restores"] == 0
+    background.close()
+
+
+def test_while_rows_decode_it_takes_its_time(store):
+    times = []
+    for decoding in (False, True):
+        reads = Reads(store)
+        reads.go.set()
+        background = restorer(reads, decoding=lambda decoding=decoding: decoding)
+        started = time.monotonic()
+        ticket = background.start(entry(store, 0))
+        until(lambda ticket=ticket: ticket.done)
+        times.append(time.monotonic() - started)
+        background.close()
+    assert times[1] > 1.5 * times[0]
+
+
+def test_closing_ends_what_is_not_done(store):
+    reads = Reads(store)
+    background = restorer(reads, 1)
+    tickets = [background.start(entry(store, seed)) for seed in range(3)]
+    threading.Timer(0.05, reads.go.set).start()
+    background.close()
+    assert all(ticket.done and ticket.restoring.failed for ticket in tickets)
