@@ -40,6 +40,7 @@ def mlx_lm_configure(invocation: Invocation) -> None:
         invocation.args.prompt_cache_size = sys.maxsize
     mlx_lm_unconfigure()
     _runtime = Runtime(settings)
+    _runtime.args = invocation.args
     if invocation.command != "server":
         _runtime.saves_itself = True
         atexit.register(mlx_lm_unconfigure)

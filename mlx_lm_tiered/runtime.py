@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from mlx_lm_hooks import Engine, ModelSource, Serves
 
 from .identity import IdentityResolver, stat_signature
+from .prefix.index import token_key
+from .prefix.probing import Look, look_in_ram
 from .prefix.ram import RamTier
 from .prefix.ssd import SsdTier
 from .prefix.tiers import TieredPrefixCache
@@ -36,6 +39,8 @@ class Runtime:
         self.settings = settings
         self.statistics = Statistics()
         self.engine: Engine | None = None
+        self.args: argparse.Namespace | None = None  # of the command
+        self.source: ModelSource | None = None  # the model that was loaded last
         self.saves_itself = False  # a script has no idle turns and no shutdown of a server
         self._process = os.getpid()
         self._caches: weakref.WeakSet[TieredPrefixCache] = weakref.WeakSet()
@@ -94,6 +99,7 @@ class Runtime:
 
     def model_loaded(self, source: ModelSource) -> None:
         """Start fingerprinting the weights, off the path to readiness."""
+        self.source = source
         if self._identities is not None and source.path is not None:
             self._identities.request(source)
 
@@ -191,6 +197,16 @@ class Runtime:
                 "not all saved: %d entries pending, %d dropped, %d failed", report["pending"], report["dropped"], report["failed"]
             )
         return bool(report["durable"])
+
+    def probe(self, source: ModelSource, tokens: Sequence[int]) -> dict[str, Look]:
+        """What a request for these tokens would find, by tier, the quickest first. Any thread; nothing counts as used."""
+        key = token_key(tokens)
+        rams = [look_in_ram(cache.ram, self._namespace(source), tokens, key) for cache in list(self._caches)]
+        looks = {"ram": max(rams, default=Look())}
+        if self._ssd is not None:
+            looks |= self._ssd.look(source, tokens, key)
+        least = self._min_tokens("server")
+        return {tier: look if look.hit >= least else look._replace(hit=0) for tier, look in looks.items()}
 
     def report(self) -> dict[str, Any]:
         """What `/stats` answers."""

@@ -60,6 +60,13 @@ class PrefixIndex(Generic[E]):
         """All entries, in the order of their tokens; the index may change meanwhile."""
         return iter([self._entries[key] for key in self._keys])
 
+    def copy(self) -> PrefixIndex[E]:
+        """The entries of this moment, for another thread to search: both copies are made in one step each."""
+        other: PrefixIndex[E] = PrefixIndex()
+        other._entries = self._entries.copy()
+        other._keys = [key for key in self._keys.copy() if key in other._entries]
+        return other
+
     def add(self, entry: E) -> None:
         """Add an entry; one with the same tokens is replaced."""
         if entry.key not in self._entries:

@@ -95,6 +95,11 @@ class RamTier:
         """The entry that shares most leading tokens with `key`, usable or not, and how many."""
         return self._indexes[namespace].closest(key) if namespace in self._indexes else None
 
+    def index_of(self, namespace: Hashable) -> PrefixIndex[Entry]:
+        """The entries of a namespace at this moment. Any thread; entries are not to be changed, nor their arrays touched."""
+        index = self._indexes.get(namespace)
+        return index.copy() if index is not None else PrefixIndex()
+
     def touch(self, entry: Entry) -> None:
         """Make an entry the most recently used one."""
         entry.last_used = time.monotonic()

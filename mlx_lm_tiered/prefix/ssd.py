@@ -13,6 +13,7 @@ from ..cold.spill import Job, SpillQueue
 from ..cold.store import ColdEntry, ColdStore
 from ..identity import Identity, IdentityResolver
 from ..statistics import Statistics
+from .probing import Look
 from .ram import Entry, usable_length
 
 # The first requests after a start may come before its weights are hashed and its headers
@@ -107,6 +108,22 @@ class SsdTier:
         identity = self._identity(source, 0)
         found = self._store.closest(identity.fingerprint, "", key) if identity is not None else None
         return (found.entry.length, found.length) if found is not None else None
+
+    def look(self, source: ModelSource, tokens: Sequence[int], key: bytes) -> dict[str, Look]:
+        """What a request for these tokens would find in the queue and on disk. Any thread; nothing is read or counted as used."""
+        identity = self._identity(source, 0)
+        if identity is None:
+            return {"queue": Look(), "ssd": Look()}
+        place = identity.fingerprint, ""
+        queued = self._queue.find(*place, key, lambda job, common: usable_length(tokens, common, job.length, job.serves))
+        found = self._store.find(*place, key, len(tokens) - 1)
+        hit = usable_length(tokens, found.length, found.entry.length, found.entry.serves) if found is not None else 0
+        closest = self._store.closest(*place, key)
+        file = f"{identity.fingerprint}/{closest.entry.path.name}" if closest is not None else ""
+        return {
+            "queue": Look(queued[2]) if queued is not None else Look(),
+            "ssd": Look(hit, closest.entry.length, closest.length, file) if closest is not None else Look(),
+        }
 
     def offer(self, entry: Entry, kept: bool = False) -> bool:
         """Queue an entry to be written; `kept` says whether RAM keeps it too. False when its model's fingerprint is not known yet; True also when it can never be written."""

@@ -1,8 +1,7 @@
-"""HTTP routes: ``GET /stats``, ``POST /admin/cache/flush`` and ``POST /admin/drain``."""
+"""HTTP routes: ``GET /stats``, ``POST /admin/cache/flush``, ``/admin/cache/probe`` and ``/admin/drain``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,8 @@ from mlx_lm_hooks import Reply, Request, Route
 
 from ..runtime import Runtime
 from ..settings import parse_seconds
+from .probe import Prober
+from .replies import reply as _json
 
 # A flush waits for running requests; a client that cannot wait as long says so.
 FLUSH_TIMEOUT = 600.0
@@ -43,8 +44,5 @@ def routes(runtime: Runtime) -> list[Route]:
         Route("GET", "/stats", stats, access),
         Route("POST", "/admin/cache/flush", flush, access),
         Route("POST", "/admin/drain", drain, access),
+        Route("POST", "/admin/cache/probe", Prober(runtime).handle, access),
     ]
-
-
-def _json(status: int, value: dict[str, Any]) -> Reply:
-    return Reply(status, json.dumps(value, indent=2).encode() + b"\n")

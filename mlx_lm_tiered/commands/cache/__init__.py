@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from ..terminal import directory, say, usage
+from ..terminal import directory, positive, say, usage
 
 SORTS = ("used", "size", "tokens")
 COLUMNS = ("used", "created", "tokens", "new", "size", "role", "model", "fingerprint", "parent", "entry")
@@ -31,6 +31,8 @@ def add_parsers(cache: argparse.ArgumentParser) -> None:
 
     show = _command(commands, "show", "what one entry's headers say, and its chain of files", first=("entry", "ENTRY", ENTRY))
     show.add_argument("--text", action="store_true", help="with its first and last tokens as text")
+
+    _probe_flags(_command(commands, "probe", "how many tokens of a prompt would hit, in which tier, and where the nearest stored sequence diverges"))
 
     verify = _command(commands, "verify", "read everything and compare checksums; exit code 1 when something is damaged")
     what = verify.add_mutually_exclusive_group()
@@ -79,6 +81,25 @@ def _command(
     return parser
 
 
+def _probe_flags(probe: argparse.ArgumentParser) -> None:
+    """The prompt; and what decides its tokens and the fingerprint, under the names of the server's own flags."""
+    probe.add_argument("--prompt", metavar="TEXT", help="the prompt of a text completion; @FILE reads it from FILE, - from standard input")
+    probe.add_argument("--messages", metavar="FILE", help='JSON: a list of messages, or {"messages": […], "tools": […]}')
+    probe.add_argument("--server", metavar="URL", help="ask this running server, which knows its RAM tier, too, its model and its flags")
+    offline = probe.add_argument_group("without --server", "as the server is started: they decide the tokens, and which entries fit")
+    offline.add_argument("--model", metavar="DIR", help="the model's directory, or its hub name if it was fetched before")
+    offline.add_argument("--adapter-path", metavar="DIR")
+    offline.add_argument("--draft-model", metavar="DIR")
+    offline.add_argument("--chat-template", metavar="TEXT")
+    offline.add_argument("--use-default-chat-template", action="store_true")
+    offline.add_argument("--chat-template-args", default="{}", metavar="JSON")
+    offline.add_argument("--trust-remote-code", action="store_true")
+    offline.add_argument("--kv-bits", type=positive, metavar="N")
+    offline.add_argument("--kv-group-size", type=positive, default=64, metavar="N")
+    offline.add_argument("--quantized-kv-start", type=int, default=5000, metavar="N")
+    offline.add_argument("--fingerprint", metavar="HEX", help="look for the entries of this fingerprint, in place of computing it")
+
+
 def _model(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--model", metavar="NAME", help=help)
 
@@ -93,7 +114,8 @@ def _runner(module: str, must_exist: bool) -> Callable[[argparse.Namespace], int
     def run(args: argparse.Namespace) -> int:
         if getattr(args, "all", False) and args.directory is None:
             args.directory, args.entry = args.entry, None  # the only word is DIR
-        root = root_of(args.directory, must_exist)
+        asks_a_server = getattr(args, "server", None) is not None
+        root = None if asks_a_server else root_of(args.directory, must_exist)
         try:
             return import_module(f"{__name__}.{module}").run(args, root)
         except OSError as error:

@@ -18,7 +18,7 @@ from ..stopping import Stopping
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
 RETRY_AFTER_SECONDS = 10
-LARGEST_BODY = 1 << 20
+LARGEST_BODY = 16 << 20
 
 
 def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:

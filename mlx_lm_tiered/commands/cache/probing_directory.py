@@ -1,0 +1,100 @@
+"""What a directory holds for a prompt, as a server that is started now would see it."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_lm_hooks import ModelSource
+
+from ...cold import listing
+from ...cold.catalog import Catalog
+from ...cold.directory import Directory
+from ...cold.scan import scan
+from ...digests import DigestMemo, file_digest
+from ...identity import Identity, compute, environment, source_files
+from ...prefix.index import token_key
+from ...prefix.probing import Look
+from ...prefix.ram import usable_length
+from ..terminal import bytes_bar, usage
+from .entries import counted
+
+AROUND = 16
+
+
+def look(args: argparse.Namespace, root: Path, model: Path, tokens: list[int]) -> dict[str, Any]:
+    """The same answer as a server's, of the SSD tier alone."""
+    identity = None if args.fingerprint else identity_of(args, root, model)
+    fingerprint = args.fingerprint or (identity.fingerprint if identity is not None else "")
+    catalog = Catalog()
+    for _ in scan(Directory(root, 0).files(), fingerprint, catalog, lambda path, status, error: None, Counter()):
+        pass
+    key = token_key(tokens)
+    found = catalog.find(fingerprint, "", key, len(tokens) - 1)
+    closest = catalog.closest(fingerprint, "", key)
+    hit = usable_length(tokens, found.length, found.entry.length, found.entry.serves) if found is not None else 0
+    seen = Look(hit, closest.entry.length, closest.length, f"{fingerprint}/{closest.entry.path.name}") if closest is not None else Look()
+    start = max(0, seen.common - AROUND)
+    told: dict[str, Any] = {
+        "model": str(model),
+        "fingerprint": fingerprint,
+        "prompt_tokens": len(tokens),
+        "hit_tokens": hit,
+        "hit_tier": "ssd" if hit else None,
+        "tiers": {"ssd": seen._asdict()},
+        "nearest_tier": "ssd" if seen.common else None,
+        "directory": str(root),
+        "around": {"from": start, "tokens": tokens[start : seen.common + AROUND]},
+    }
+    if found is not None and hit:
+        told |= {"chain": len(found.entry.chain), "chain_bytes": sum(link.nbytes for link in found.entry.chain)}
+    if not len(catalog) and identity is not None:
+        told["why"] = why_nothing(root, identity)
+    return told
+
+
+def identity_of(args: argparse.Namespace, root: Path, model: Path) -> Identity:
+    """The identity that a server with these flags would have. Raises UsageError."""
+    scheme = "plain" if args.kv_bits is None else f"affine:{args.kv_bits}:{args.kv_group_size}@{args.quantized_kv_start}"
+    adapter, draft = (Path(p).expanduser().resolve() if p else None for p in (args.adapter_path, args.draft_model))
+    for path in (adapter, draft):
+        if path is not None and not path.is_dir():
+            usage(f"{path} is not a directory")
+    source = ModelSource(model, adapter, ModelSource(draft, kv_scheme=scheme) if draft else None, scheme)
+    memo = DigestMemo(root / "identities.json")
+    files = source_files(source)
+    total, done = sum(path.stat().st_size for path in files.values()), 0
+    with bytes_bar("reading the model's files") as bar:
+
+        def digest(path: Path) -> str:
+            nonlocal done
+            bar(done, total)
+            done += path.stat().st_size
+            return file_digest(path, memo)
+
+        identity = compute(source, digest, environment())
+    memo.save()
+    return identity
+
+
+def why_nothing(root: Path, identity: Identity) -> str:
+    """One sentence for a model of which nothing is stored as it is now: is something stored of what it was?"""
+    mine = identity.provenance
+    others: Counter[str] = Counter()
+    for entry in listing.entries(root):
+        theirs = entry.meta.provenance if entry.meta is not None else {}
+        if theirs.get("model") == mine["model"]:
+            others[_differences(mine, theirs)] += 1
+    if not others:
+        return f"nothing is stored for this model (fingerprint {identity.fingerprint[:12]})"
+    what, count = others.most_common(1)[0]
+    return f"nothing is stored for this model as it is now; {counted(count)} of a model of this name have another {what}"
+
+
+def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    names = {"mlx": "mlx", "mlx_lm": "mlx-lm", "kv_scheme": "KV scheme", "files": "set of files", "device": "device"}
+    different = [name for key, name in names.items() if mine.get(key) != theirs.get(key)]
+    return " and ".join(different) or "machine or version"
