@@ -1,0 +1,83 @@
+"""The file of measured rates in the cache directory. What stands in it decides how fast an answer comes, never which; it is checked all the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("mlx_lm_tiered")
+
+MAX_BYTES = 64 << 10
+MAX_MODELS = 12
+ORPHANED = 60.0  # seconds after which a temporary file has no writer any more
+_FINGERPRINT = re.compile(r"[0-9a-f]{16,128}")
+
+Chunk = tuple[int, int, float]
+Restored = tuple[int, float, float]
+Found = dict[str, tuple[list[Chunk], list[Restored]]]
+
+
+def read(path: Path) -> Found:
+    """The measurements by fingerprint, least recently written first; what is not sound is left out."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > MAX_BYTES:
+                return {}
+            content = json.loads(file.read(MAX_BYTES))
+        models = content["models"] if content["version"] == 1 else {}
+        return {fingerprint: _sound(model) for fingerprint, model in models.items() if _FINGERPRINT.fullmatch(fingerprint)}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        logger.debug("SSD cache: the measured rates are unreadable and made anew: %s", error)
+        return {}
+
+
+def write(path: Path, found: Found) -> None:
+    """Put these in the file, beside what other processes wrote there for other models. A failure is not worth a warning."""
+    merged = read(path)
+    for fingerprint, measured in found.items():
+        merged.pop(fingerprint, None)
+        merged[fingerprint] = measured
+    kept = dict(list(merged.items())[-MAX_MODELS:])
+    data = json.dumps({"version": 1, "models": {k: {"chunks": c, "restores": r} for k, (c, r) in kept.items()}}).encode()
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for orphan in path.parent.glob(f"{path.name}.*.tmp"):
+            if time.time() - orphan.lstat().st_mtime > ORPHANED:
+                orphan.unlink(missing_ok=True)
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        logger.debug("SSD cache: measured rates are not kept: %s", error)
+
+
+def _sound(model: Any) -> tuple[list[Chunk], list[Restored]]:
+    chunks = [(o, n, float(s)) for o, n, s in model["chunks"] if _count(o) and _count(n) and n and _seconds(s)]
+    restores = [(b, float(s), float(t)) for b, s, t in model["restores"] if _count(b) and b and _seconds(s) and _seconds(t)]
+    return chunks, restores
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 48
+
+
+def _seconds(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 < value < 1e11
