@@ -73,6 +73,12 @@ def mlx_lm_model_unloading(source: ModelSource) -> None:
 
 
 @hookimpl
+def mlx_lm_prefilled(source: ModelSource, start: int, tokens: int, seconds: float) -> None:
+    if _runtime is not None:
+        _runtime.prefilled(source, start, tokens, seconds)
+
+
+@hookimpl
 def mlx_lm_engine_started(engine: Engine) -> None:
     if _runtime is not None:
         _runtime.engine = engine

@@ -28,6 +28,7 @@ logger = logging.getLogger("mlx_lm_tiered")
 ANSWER_WAIT = 0.5
 
 
+SAVE_RATES_EVERY = 5.0  # seconds, at the most
 # Seconds that loading another model may wait for the entries of the one before to be written.
 SWAP_PATIENCE = 60.0
 
@@ -47,7 +48,7 @@ class Runtime:
         self._namespaces: dict[ModelSource, Hashable] = {}
         self._flushes = _Flushes()
         self._announcement = "SSD tier off (--ssd-cache DIR)"
-        self._store = self._queue = self._identities = self._ssd = self._restorer = None
+        self._store = self._queue = self._identities = self._ssd = self._restorer = self._rates = None
 
     def _open_ssd_tier(self, restoring_bytes: int) -> None:
         """Not before there is something to serve: a server sets up its log after its flags are read."""
@@ -55,18 +56,25 @@ class Runtime:
         from .cold.restoring import Restorer
         from .cold.spill import SpillQueue
         from .cold.store import ColdStore
+        from .prefix import rates_file
+        from .prefix.choice import Chooser
+        from .prefix.rates import Rates
 
         settings = self.settings
         assert settings.ssd_cache is not None
         limit, free = affordable(settings.ssd_cache, settings.ssd_cache_max)
         why = "" if limit == settings.ssd_cache_max else f" (half of what is free, of {format_size(settings.ssd_cache_max)} asked for)"
         self._announcement = f"SSD tier of {format_size(limit)}{why} in {settings.ssd_cache}, {format_size(free)} free"
+        if settings.ssd_restore == "never":
+            self._announcement += "; it is written only (--ssd-restore never)"
         self._store = ColdStore(settings.ssd_cache, limit, settings.ssd_cache_verify)
         # The scan starts as soon as it can, so that the first request need not wait for all of it.
         self._identities = IdentityResolver(settings.ssd_cache, known=self._store.attach)
         self._queue = SpillQueue(self._store, busy=self._busy, max_bytes=settings.ssd_queue, wake=self._wake)
         self._restorer = Restorer(self._store.restoring, self._decoding, self._wake, restoring_bytes)
-        self._ssd = SsdTier(self._store, self._queue, self._identities, self.statistics)
+        self._rates = Rates(settings.ssd_cache / rates_file.NAME)
+        self._store.on_restored = self._rates.restored
+        self._ssd = SsdTier(self._store, self._queue, self._identities, self.statistics, Chooser(self._rates, settings.ssd_restore))
 
     # From the hooks
 
@@ -90,8 +98,9 @@ class Runtime:
             self.settings.writebehind,
             self._min_tokens(serves),
             self.settings.ssd_queue,
-            self.settings.ssd_demote_idle,
-            self._restorer,
+            # What would not be restored must not leave RAM by itself.
+            self.settings.ssd_demote_idle if self.settings.ssd_restore != "never" else 0.0,
+            self._restorer if self.settings.ssd_restore != "never" else None,
         )
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
@@ -103,12 +112,19 @@ class Runtime:
         if self._identities is not None and source.path is not None:
             self._identities.request(source)
 
+    def prefilled(self, source: ModelSource, start: int, tokens: int, seconds: float) -> None:
+        """Note what a prefill chunk took; on the generation thread."""
+        if self._ssd is not None:
+            self._ssd.prefilled(source, start, tokens, seconds)
+
     def idle_turn(self) -> bool:
         """One bounded unit of background work on the generation thread. True when more is waiting."""
         for cache in list(self._caches):
             if cache.idle_turn():
                 return True
         self._flushes.turn(self._offer_unsaved)
+        if self._rates is not None and self._rates.due(SAVE_RATES_EVERY):
+            threading.Thread(target=self._rates.save, args=(SAVE_RATES_EVERY,), name="mlx-lm-tiered-rates", daemon=True).start()
         return self._queue.turn() if self._queue is not None else False
 
     def busy_turn(self) -> None:
@@ -231,7 +247,8 @@ class Runtime:
         held = [cache.preparations.seconds for cache in caches if cache.preparations is not None]
         seconds = {"held_seconds_last": max((one["last"] for one in held), default=0.0), "held_seconds_total": sum(one["total"] for one in held)}
         waiting = sum(len(cache.unsaved) for cache in caches)
-        return {**self._store.stats(), **self._queue.stats(), **self._restorer.stats(), **seconds, "waiting_for_fingerprint": waiting}
+        chosen = self._ssd.chooser.stats() if self._ssd is not None else {}
+        return {**self._store.stats(), **self._queue.stats(), **self._restorer.stats(), **seconds, **chosen, "waiting_for_fingerprint": waiting}
 
     def close(self) -> None:
         """End the threads. Files stay, entries in memory go; a script's are saved first."""
@@ -241,6 +258,8 @@ class Runtime:
             self.flush_on_this_thread(self.settings.shutdown_timeout)
         if self._restorer is not None:
             self._restorer.close()
+        if self._rates is not None:
+            self._rates.save()
         if self._queue is not None:
             self._queue.close()
         if self._identities is not None:

@@ -114,6 +114,11 @@ class Settings:
         "Check the checksums of an entry's tensors when it is restored: always, never, or auto (while that costs less than the read).",
         shown="auto", metavar="WHEN", needs="ssd_cache",
     )  # fmt: skip
+    ssd_restore: str = _setting(
+        "auto", one_of("auto", "always", "never"),
+        "When to restore from the SSD tier: auto (unless computing is expected to be clearly faster, by rates measured while serving), always, or never (it is only written).",
+        shown="auto", metavar="WHEN", needs="ssd_cache",
+    )  # fmt: skip
     ssd_queue: int = _setting(
         2 * 2**30, parse_size, "Bytes of entries that may wait to be written; the oldest is dropped beyond that.",
         shown="2GiB", metavar="SIZE", needs="ssd_cache",

@@ -93,6 +93,9 @@ class Plugins:
     def model_unloading(self, source: ModelSource) -> None:
         self._hook.mlx_lm_model_unloading(source=source)
 
+    def prefilled(self, source: ModelSource, start: int, tokens: int, seconds: float) -> None:
+        self._hook.mlx_lm_prefilled(source=source, start=start, tokens=tokens, seconds=seconds)
+
     def engine_started(self, engine: Engine) -> None:
         self._hook.mlx_lm_engine_started(engine=engine)
 

@@ -41,6 +41,11 @@ def mlx_lm_model_unloading(source: ModelSource) -> None:
 
 
 @hookspec
+def mlx_lm_prefilled(source: ModelSource, start: int, tokens: int, seconds: float) -> None:
+    """A prefill chunk of one sequence is done: `tokens` tokens, behind `start` that the caches held, went through the model in `seconds`, all computed. Not called for chunks of several sequences. On the generation thread."""
+
+
+@hookspec
 def mlx_lm_engine_started(engine: Engine) -> None:
     """A server's generation thread is about to start."""
 

@@ -61,6 +61,7 @@ class ColdStore:
         self._seconds = {"last": 0.0, "total": 0.0}
         self._last_use = 0
         self._scanned: dict[str, dict[str, int]] = {}
+        self.on_restored: Callable[[str, int, float], None] = lambda fingerprint, size, seconds: None
         self._scans = Scans()
         self._scans.start("", self._housekeep)
 
@@ -151,6 +152,7 @@ class ColdStore:
             size = sum(one.nbytes for one in entry.chain)
             self._counts.update(restores=1, restored_bytes=size, restored_tokens=entry.length)
             self._seconds = {"last": seconds, "total": self._seconds["total"] + seconds}
+        self.on_restored(entry.fingerprint, size, seconds)
 
     # Storing
 

@@ -15,8 +15,9 @@ from typing import Any
 
 logger = logging.getLogger("mlx_lm_tiered")
 
-MAX_BYTES = 64 << 10
-MAX_MODELS = 12
+NAME = "rates.json"  # in the cache directory
+MAX_BYTES = 32 << 10
+MAX_MODELS = 8
 ORPHANED = 60.0  # seconds after which a temporary file has no writer any more
 _FINGERPRINT = re.compile(r"[0-9a-f]{16,128}")
 
@@ -50,7 +51,7 @@ def write(path: Path, found: Found) -> None:
         merged.pop(fingerprint, None)
         merged[fingerprint] = measured
     kept = dict(list(merged.items())[-MAX_MODELS:])
-    data = json.dumps({"version": 1, "models": {k: {"chunks": c, "restores": r} for k, (c, r) in kept.items()}}).encode()
+    data = json.dumps({"version": 1, "models": {k: {"chunks": _short(c), "restores": _short(r)} for k, (c, r) in kept.items()}}).encode()
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,6 +68,10 @@ def write(path: Path, found: Found) -> None:
             raise
     except OSError as error:
         logger.debug("SSD cache: measured rates are not kept: %s", error)
+
+
+def _short(rows: list[Any]) -> list[list[Any]]:
+    return [[float(f"{x:.10g}") if isinstance(x, float) else x for x in row] for row in rows]
 
 
 def _sound(model: Any) -> tuple[list[Chunk], list[Restored]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -13,30 +14,38 @@ from ..cold.spill import Job, SpillQueue
 from ..cold.store import ColdEntry, ColdStore
 from ..identity import Identity, IdentityResolver
 from ..statistics import Statistics
+from .choice import Chooser, Decision, candidates
 from .probing import Look
 from .ram import Entry, usable_length
+from .rates import KEPT_CHUNKS, Rates
 
 # The first requests after a start may come before its weights are hashed and its headers
 # read; a prefix worth restoring costs more than the wait. Seconds, of all requests for a
 # model together: decoding stands still meanwhile, and weights on a slow disk take minutes.
 PATIENCE = 10.0
+UNSERVED = 64  # requests whose decision is remembered until they are served
 TRIES = 3  # entries that one request tries to restore
 
 
 class SsdTier:
     """Store, queue and identities behind three questions: take, offer, covers. Generation thread only."""
 
-    def __init__(self, store: ColdStore, queue: SpillQueue, identities: IdentityResolver, statistics: Statistics):
+    def __init__(
+        self, store: ColdStore, queue: SpillQueue, identities: IdentityResolver, statistics: Statistics, chooser: Chooser | None = None
+    ):
         self._store = store
         self._queue = queue
         self._identities = identities
         self._statistics = statistics
         self._patience: dict[ModelSource, float] = {}  # what is left of it
         self._until: dict[ModelSource, float] = {}  # when it ends, for those who need not stand still
+        self.chooser = chooser or Chooser(Rates(), "always")
+        self._decided: dict[bytes, Decision] = {}  # by the key of a request that has not been served yet
+        self._early: dict[ModelSource, deque[tuple[int, int, float]]] = {}  # measured before the fingerprint was known
 
     def take(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Taken | None:
         """Restore the longest usable prefix of `tokens`, if it is longer than `longer_than`."""
-        if self._found(source) is None:
+        if self.chooser.mode == "never" or self._found(source) is None:
             return None
         # An entry that turns out damaged leaves the index; the next best may serve.
         for _ in range(TRIES):
@@ -50,13 +59,42 @@ class SsdTier:
         return None
 
     def locate(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> tuple[ColdEntry, int] | None:
-        """The entry that serves the longest prefix of `tokens`, and its length, if it is longer than `longer_than`. Looks at the index only."""
+        """The entry to restore for `tokens`, and how many of them it serves, if that is more than `longer_than` and expected to pay. Looks at the index only."""
         identity = self._identity(source, 0)
         found = self._store.find(identity.fingerprint, "", key, len(tokens) - 1) if identity is not None else None
-        if found is None:
+        if identity is None or found is None or self.chooser.mode == "never":
             return None
-        length = usable_length(tokens, found.length, found.entry.length, found.entry.serves)
-        return (found.entry, length) if length > longer_than else None
+
+        def usable(entry: ColdEntry, common: int) -> int:
+            length = usable_length(tokens, common, entry.length, entry.serves)
+            return length if length > longer_than else 0
+
+        length = usable(found.entry, found.length)
+        if length == 0:
+            return None
+        offered = candidates(found.entry, length, usable)
+        decision = self.chooser.decide(identity.fingerprint, offered, longer_than, len(tokens) - 1)
+        self._decided.pop(key, None)
+        self._decided[key] = decision
+        while len(self._decided) > UNSERVED:
+            del self._decided[next(iter(self._decided))]
+        return (decision.chosen.entry, decision.chosen.length) if decision.chosen is not None else None
+
+    def decided(self, key: bytes, restored: bool) -> Decision | None:
+        """The decision that the request with this key was served by, once; None where there was nothing to decide, or a restore failed."""
+        decision = self._decided.pop(key, None)
+        if decision is None or (decision.chosen is not None) != restored:
+            return None
+        self.chooser.followed(decision)
+        return decision
+
+    def prefilled(self, source: ModelSource, start: int, tokens: int, seconds: float) -> None:
+        """Note what a prefill chunk took."""
+        early = self._early.setdefault(source, deque(maxlen=KEPT_CHUNKS))
+        early.append((start, tokens, seconds))
+        if (identity := self._identity(source, 0)) is not None:
+            while early:
+                self.chooser.rates.prefilled(identity.fingerprint, *early.popleft())
 
     def cut(self, entry: ColdEntry, caches: list[Any], length: int) -> Taken | None:
         """The first `length` tokens of an entry's caches, which the caller gives up."""

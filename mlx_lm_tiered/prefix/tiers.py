@@ -20,6 +20,7 @@ from .unsaved import Unsaved
 
 if TYPE_CHECKING:
     from ..cold.restoring import Restorer
+    from .choice import Decision
     from .ssd import SsdTier
 
 logger = logging.getLogger("mlx_lm_tiered")
@@ -68,14 +69,16 @@ class TieredPrefixCache:
         return True
 
     def take(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
-        taken, tier = None, ""
+        taken, tier, decision = None, "", None
         if len(tokens) > 1:
             try:
-                taken, tier = self._take(source, tokens)
+                taken, tier = self._take(source, tokens, key := token_key(tokens))
+                if self._ssd is not None:
+                    decision = self._ssd.decided(key, tier == "ssd")
             except Exception as error:
                 self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
         self._statistics.looked_up(tier, len(tokens), taken.length if taken else 0)
-        self._explain(source, tokens, tier, taken.length if taken else 0)
+        self._explain(source, tokens, tier, taken.length if taken else 0, decision)
         return taken
 
     def prepare(self, source: ModelSource, tokens: Sequence[int]) -> Preparation | None:
@@ -138,12 +141,14 @@ class TieredPrefixCache:
 
     # Inside
 
-    def _explain(self, source: ModelSource, tokens: Sequence[int], tier: str, reused: int) -> None:
+    def _explain(self, source: ModelSource, tokens: Sequence[int], tier: str, reused: int, decision: Decision | None) -> None:
         """One line per request: how much was reused, and why not more."""
         if not logger.isEnabledFor(logging.INFO):
             return
         text = f"reused {reused} of {len(tokens)} prompt tokens" + (f" from {LABELS[tier]}" if tier else "")
-        if reused < len(tokens) - 1:
+        if decision is not None:
+            text += f"; {decision}"
+        if reused < len(tokens) - 1 and (decision is None or decision.action == "restored"):
             text += "; " + self._why_not_more(source, token_key(tokens), len(tokens))
         logger.info(text)
 
@@ -167,9 +172,8 @@ class TieredPrefixCache:
             return f"{where} ends there"
         return f"{where} can only be reused whole"
 
-    def _take(self, source: ModelSource, tokens: Sequence[int]) -> tuple[Taken | None, str]:
+    def _take(self, source: ModelSource, tokens: Sequence[int], key: bytes) -> tuple[Taken | None, str]:
         """What was found, and in which tier."""
-        key = token_key(tokens)
         namespace = self._namespace(source)
         found, tier = self._in_memory(namespace, source, tokens, key)
         if self._ssd is not None:

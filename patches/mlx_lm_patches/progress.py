@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from .runtime import Runtime
 
 
 class Progress:
-    """A prompt-progress callback that lets the prefix cache watch the caches, then calls the one it stands in for.
+    """A prompt-progress callback that lets the prefix cache watch the caches, tells what each chunk took, and calls the one it stands in for.
 
     Upstream calls it with (tokens processed, tokens in all) after each chunk,
     once when one token is left, and again after the first decode step. `tokens`
@@ -38,14 +39,23 @@ class Progress:
         self._total = total
         self._inner = inner
         self._last = -1
+        self._since = 0.0
         self.offset = 0
         self._kept = False
 
     def __call__(self, processed: int, _total: int) -> None:
         processed += self.offset
         if processed == self._last:
+            self._since = time.perf_counter()
             return
-        self._last = processed
+        last, self._last = self._last, processed
+        if 0 <= last < processed < self._total and self._runtime.active:
+            start = len(self._tokens) - self._total + last
+            self._runtime.prefilled(self._source, start, processed - last, time.perf_counter() - self._since)
+        self._follow(processed)
+        self._since = time.perf_counter()
+
+    def _follow(self, processed: int) -> None:
         if self._inner is not None:
             self._inner(processed, self._total)
         # At 0 nothing new is held, at the end a decode step is under way.

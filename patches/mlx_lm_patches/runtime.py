@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class Runtime:
         self.invocation = invocation
         self.active = True
         self.sources: dict[Hashable, ModelSource] = {}
+        self.served: tuple[Callable[[], Any], ModelSource] | None = None  # a weak reference to the server's model, and its source
         self.loads = 0
         self.here = _ThreadState()
         self._warned: set[str] = set()
@@ -70,6 +71,17 @@ class Runtime:
         except TypeError:
             return ModelSource(key=repr(key))
         return known if known is not None else ModelSource(key=key)
+
+    def served_by(self, model: Any) -> ModelSource | None:
+        """The source of a model object, if it is the one that the server has loaded."""
+        return self.served[1] if self.served is not None and self.served[0]() is model else None
+
+    def prefilled(self, source: ModelSource, start: int, tokens: int, seconds: float) -> None:
+        """Tell the plugins what a prefill chunk took."""
+        try:
+            self.plugins.prefilled(source, start, tokens, seconds)
+        except Exception as error:
+            self.fault("measuring a prefill", error)
 
     def limits(self, max_size: int | None, max_bytes: int | None) -> tuple[int | None, int | None]:
         """What the user asked of a prompt cache, as opposed to what upstream passes by default.

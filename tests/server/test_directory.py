@@ -201,6 +201,7 @@ EFFECTS = {
     "ssd_cache": "test_restart.py::test_the_same_prompt_is_cold_once",
     "ssd_cache_max": "test_directory.py::test_17_all_files_stay_below_the_cap",
     "ssd_cache_verify": "test_directory.py::test_28_never_verifying_reads_what_verifying_refuses",
+    "ssd_restore": "test_paying.py::test_25_what_is_faster_is_done_and_the_tokens_are_the_same",
     "ssd_queue": "test_directory.py::test_28_the_queues_size_and_the_least_prefix_are_kept",
     "ssd_demote_idle": "test_demotion.py::test_an_idle_entry_leaves_ram_and_comes_back",
     "writebehind": "test_restart.py::test_without_writebehind_a_flush_still_saves",

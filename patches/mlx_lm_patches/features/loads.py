@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,6 +109,7 @@ def build_provider_load(original: Callable[..., Any], runtime: Runtime) -> Calla
             try:
                 source = _provided(self, runtime)
                 runtime.sources[self.model_key] = source
+                runtime.served = weakref.ref(self.model), source
                 runtime.plugins.model_loaded(source)
             except Exception as error:
                 runtime.fault("announcing a model", error)
