@@ -170,10 +170,11 @@ def _report(model: Model) -> dict[str, Any]:
         seconds = _chunk_seconds(model, offset, offset + count)
         return round(count / seconds, 1) if chunk is not None and seconds else None
 
+    size = sum(size for size, _, _ in model.restores) / max(1, len(model.restores))
     return {
         "prefill_tokens_per_s": speed(0),
         "prefill_tokens_per_s_at_16k": speed(16384),
-        "restore_bytes_per_s": round(1 / read_costs[0]) if read_costs is not None and read_costs[0] > 0 else None,
+        "restore_bytes_per_s": round(size / float(read_costs[0] * size + read_costs[1])) if read_costs is not None else None,
         "restore_latency_ms": round(1000 * float(read_costs[1]), 3) if read_costs is not None else None,
         "prefill_chunks": len(model.chunks),
         "restores": len(model.restores),
