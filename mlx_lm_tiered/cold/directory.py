@@ -23,8 +23,8 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .family import NAME_DIGITS, DiskFile, entry_name, leaves_first, parent_name, rootless
@@ -116,6 +116,15 @@ class Directory:
         """Every file under the root. Those that vanish while we look are left out."""
         return [file for file, _ in self._walk() if file is not None]
 
+    def look_at(self, paths: Iterable[Path]) -> list[DiskFile]:
+        """The same for some of them."""
+        found = []
+        for path in paths:
+            with suppress(FileNotFoundError):
+                status = os.stat(path, follow_symlinks=False)
+                found.append(_classify(path, path.relative_to(self.root).as_posix(), status, _charge(status)))
+        return found
+
     def usage(self) -> int:
         """The bytes all files and directories under the root take."""
         return sum(charge for _, charge in self._walk())
@@ -161,7 +170,7 @@ class Directory:
                     status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                charge = max(_blocks(status.st_size), status.st_blocks * 512)
+                charge = _charge(status)
                 if stat.S_ISDIR(status.st_mode):
                     pending.append(Path(entry.path))
                     yield None, charge
@@ -244,6 +253,10 @@ def _own_directory(path: Path) -> bool:
         if not stat.S_ISDIR(os.stat(path, follow_symlinks=False).st_mode):
             raise OSError(errno.ENOTDIR, "Not a directory", str(path)) from None
         return False
+
+
+def _charge(status: os.stat_result) -> int:
+    return max(_blocks(status.st_size), status.st_blocks * 512)
 
 
 def _blocks(size: int) -> int:

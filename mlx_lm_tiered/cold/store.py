@@ -19,9 +19,10 @@ from .format import BadEntry, Meta, file_size
 from .health import Bounded, Checking, Outage, logger
 from .listing import Listed, listing
 from .placing import continued_file, remove_superseded
+from .indexing import Indexing
 from .restore import Damaged, Lost, Restore
 from .restoring import Restoring
-from .scan import Scans, cold_entry, scan
+from .scan import cold_entry
 from .segments import ChainFull, Continuation, NotIdentical, continuation, inode
 from .writer import EntryWriter
 
@@ -31,7 +32,7 @@ __all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "NotIdentical", "
 COUNTERS = (
     "restores", "restored_bytes", "restored_tokens", "stored", "stored_bytes", "superseded", "evictions", "quarantined",
     "corrupt", "gone", "read_errors", "write_errors", "skipped_too_large", "written_bytes", "new_token_bytes", "continued",
-    "not_identical", "compactions",
+    "not_identical", "compactions", "aged_out", "found_later",
 )  # fmt: skip
 
 
@@ -60,21 +61,20 @@ class ColdStore:
         self._usage = 0
         self._seconds = {"last": 0.0, "total": 0.0}
         self._last_use = 0
-        self._scanned: dict[str, dict[str, int]] = {}
         self.on_restored: Callable[[str, int, float], None] = lambda fingerprint, size, seconds: None
-        self._scans = Scans()
-        self._scans.start("", self._housekeep)
+        self._indexing = Indexing(
+            self._directory, self._catalog, self._outage, self._log, lambda: self._evict(0), self._measure, self._damaged, self._add, clock
+        )
 
     # Finding
 
     def attach(self, fingerprint: str) -> None:
-        """Start to index this model's entries, in a thread of its own, once per fingerprint (again later if it failed). `find` does it too."""
-        if self._outage.retry_in("read") == 0:
-            self._scans.start(fingerprint, lambda: self._scan(fingerprint))
+        """Start to index this model's entries, in a thread of its own, once per fingerprint (again later if it failed), and to look for new ones now and then. `find` does it too."""
+        self._indexing.attach(fingerprint)
 
     def wait_scanned(self, timeout: float | None = None) -> bool:
         """Wait until all scans started so far have ended. False when time ran out."""
-        return self._scans.wait(timeout)
+        return self._indexing.wait(timeout)
 
     def find(self, fingerprint: str, namespace: str, key: bytes, limit: int) -> Found | None:
         """The entry that serves the longest prefix of `key`, of `limit` tokens at most. Looks at the index only."""
@@ -135,6 +135,7 @@ class ColdStore:
         except Lost as error:
             self._count("gone")
             self._catalog.forget(error.entry.path, error.entry)
+            self._indexing.again(error.entry.path)
         except Damaged as error:
             self._damaged(error.entry.path, error.status, error)
             self._catalog.forget(error.entry.path, error.entry)
@@ -284,10 +285,11 @@ class ColdStore:
         finally:
             self._measure()
 
-    def _measure(self) -> None:
+    def _measure(self) -> int:
         usage = self._directory.usage()
         with self._lock:
             self._usage = usage
+        return usage
 
     # Looking after itself
 
@@ -295,7 +297,7 @@ class ColdStore:
         """Counters and sizes. `bytes` are those of all files of the directory when it was last looked at; `scans` what became of the files, by fingerprint."""
         with self._lock:
             counts, seconds = Counter(self._counts), dict(self._seconds)
-            usage, scans = self._usage, dict(self._scanned)
+            usage = self._usage
         segments, longest_chain = self._catalog.counts()
         return {
             "directory": str(self.root),
@@ -308,8 +310,7 @@ class ColdStore:
             "restore_seconds_last": seconds["last"],
             "restore_seconds_total": seconds["total"],
             "verify": self._checking.mode,
-            "scans": scans,
-            "scanning": self._scans.running,
+            **self._indexing.stats(),
             "longest_durable_prefix_tokens": self._catalog.longest(),
         }
 
@@ -331,51 +332,13 @@ class ColdStore:
 
     def close(self) -> None:
         """End the scans; files stay."""
-        self._scans.close(10.0)
+        self._indexing.close(10.0)
         try:
             self._directory.close()
         except OSError as error:
             logger.debug("SSD cache: closing: %s", error)
 
     # Inside
-
-    def _housekeep(self) -> None:
-        """At start: make the directory, remove what dead writers left, get below the cap."""
-        try:
-            self._directory.prepare()
-            reaped = self._directory.reap()
-            with self._directory.locked():
-                self._evict(0)
-            if reaped:
-                logger.info("SSD cache: removed %d unfinished files of processes that ended", reaped)
-        except OSError as error:
-            self._outage.failed("write", f"preparing {self.root}", error)
-        except DirectoryFull as error:
-            self._log.warn("large", "SSD cache: %s", error)
-
-    def _scan(self, fingerprint: str) -> None:
-        counts: Counter[str] = Counter()
-        self._scans.wait_for("")  # which makes the directory
-        try:
-            files = self._directory.files()
-            for _ in scan(files, fingerprint, self._catalog, self._damaged, counts):
-                if self._scans.closed:
-                    return
-            self._measure()
-            free = os.statvfs(self.root)
-        except OSError as error:
-            self._outage.failed("read", f"scanning {self.root}", error)
-            self._scans.forget(fingerprint)  # so that it is tried again
-            return
-        self._outage.worked("read")
-        with self._lock:
-            self._scanned[fingerprint] = dict(counts)
-        skipped = ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if n and why not in ("scanned", "indexed"))
-        logger.info(
-            "SSD cache %s: scanned %d, indexed %d, skipped: %s; %.2f of %.2f GB used, %.1f GB free on the disk",
-            self.root, counts["scanned"], counts["indexed"], skipped or "none", self._usage / 1e9, self.max_bytes / 1e9,
-            free.f_bavail * free.f_frsize / 1e9,
-        )  # fmt: skip
 
     def _damaged(self, path: Path, status: os.stat_result, error: BadEntry | Damaged) -> None:
         self._count("corrupt")
