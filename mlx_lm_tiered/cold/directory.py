@@ -80,11 +80,15 @@ class Directory:
             children[parent_name(path)] += 1
         return names, children
 
-    def prepare(self) -> None:
-        """Make what is missing of the directory, and show this process to others as a live writer."""
+    def make(self) -> None:
+        """Make what is missing of the directory."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("v1", "tmp", "writers", "quarantine"):
             _own_directory(self.root / name)
+
+    def prepare(self) -> None:
+        """The same, and show this process to others as a live writer."""
+        self.make()
         with self.locked():
             if not self._writer.held:
                 self._writer.release()
@@ -97,11 +101,14 @@ class Directory:
         self._writer.release()
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Exclude other threads and processes from evicting and putting files in place. Reentrant."""
-        with self._threads:
+    def locked(self, timeout: float = LOCK_TIMEOUT) -> Iterator[None]:
+        """Exclude other threads and processes from evicting and putting files in place. Reentrant. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout
+        if not self._threads.acquire(timeout=timeout):
+            raise TimeoutError(errno.ETIMEDOUT, "Another thread holds the lock", str(self._lock.path))
+        try:
             if self._depth == 0:
-                self._lock.acquire(LOCK_TIMEOUT)
+                self._lock.acquire(max(0.0, deadline - time.monotonic()))
             self._depth += 1
             try:
                 yield
@@ -109,6 +116,8 @@ class Directory:
                 self._depth -= 1
                 if self._depth == 0:
                     self._lock.release()
+        finally:
+            self._threads.release()
 
     # Bytes
 
@@ -200,9 +209,9 @@ class Directory:
         if created:
             sync_directory(path.parent.parent)
 
-    def quarantine(self, path: Path, status: os.stat_result) -> bool:
-        """Move a damaged entry out of the way, if it is still the file that was read."""
-        with self.locked():
+    def quarantine(self, path: Path, status: os.stat_result, timeout: float = LOCK_TIMEOUT) -> bool:
+        """Move a damaged entry out of the way, if it is still the file that was read. Raises TimeoutError when the lock is held for so long."""
+        with self.locked(timeout):
             try:
                 there = os.stat(path, follow_symlinks=False)
             except FileNotFoundError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .aging import age_out
 from .catalog import Catalog
-from .directory import Directory, DirectoryFull
+from .directory import LOCK_TIMEOUT, Directory, DirectoryFull
 from .format import BadEntry
 from .health import Bounded, Outage
 from .scan import Scans, scan
@@ -22,6 +22,7 @@ logger = logging.getLogger("mlx_lm_tiered")
 
 LOOK_EVERY = 3.0  # seconds from one look at a model's folder to the next, and only while requests come
 UNSETTLED = 1.0  # a folder changed this lately may change again without its time stamp telling
+AT_ONCE = 0.05  # seconds that a request may wait for the directory's lock
 AGE_EVERY = 24 * 3600.0
 
 
@@ -57,6 +58,7 @@ class Indexing:
         self._found: dict[str, dict[str, int]] = {}  # by fingerprint, what became of the files
         self._seen: dict[str, _Seen] = {}
         self._age_at = clock() + AGE_EVERY
+        self._made = threading.Event()
         self._scans = Scans()
         self._looks = Scans()
         self._scans.start("", self._housekeep)
@@ -80,9 +82,25 @@ class Indexing:
                 seen.names.discard(path.name)
                 seen.changed = -1
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all scans started so far have ended; looks do not count. False when time ran out."""
-        return self._scans.wait(timeout)
+    def wait(self, timeout: float | None = None, fingerprint: str | None = None) -> bool:
+        """Wait until the scan of one model has ended, or all of them and the housekeeping; looks do not count. False when time ran out."""
+        return self._scans.wait(timeout, fingerprint)
+
+    def put_away(self, path: Path, status: os.stat_result) -> None:
+        """Quarantine a damaged file. Whoever holds the directory's lock is not waited for here."""
+        try:
+            self._put_away(path, status, AT_ONCE)
+        except TimeoutError:
+            self._looks.start(path.name, lambda: self._put_away_later(path, status))
+
+    def _put_away(self, path: Path, status: os.stat_result, timeout: float) -> None:
+        try:
+            if self._directory.quarantine(path, status, timeout):
+                self._count("quarantined", 1)
+        except TimeoutError:
+            raise
+        except OSError as failure:
+            logger.debug("SSD cache: quarantine: %s", failure)
 
     def wait_looked(self, timeout: float | None = None) -> bool:
         """Wait until the looks started so far have ended. False when time ran out."""
@@ -98,11 +116,23 @@ class Indexing:
         self._scans.close(timeout)
         self._looks.close(timeout)
 
-    # Their threads
+    # The threads
+
+    def _put_away_later(self, path: Path, status: os.stat_result) -> None:
+        try:
+            self._put_away(path, status, LOCK_TIMEOUT)
+        except TimeoutError as failure:  # the next scan finds it
+            logger.debug("SSD cache: quarantine: %s", failure)
+        finally:
+            self._looks.forget(path.name)
 
     def _housekeep(self) -> None:
         """At start: make the directory, remove what dead writers left and what nobody can use, get below the cap."""
         try:
+            try:
+                self._directory.make()
+            finally:
+                self._made.set()
             self._directory.prepare()
             reaped = self._directory.reap()
             self._age()
@@ -124,7 +154,7 @@ class Indexing:
 
     def _scan(self, fingerprint: str) -> None:
         counts: Counter[str] = Counter()
-        self._scans.wait_for("")  # which makes the directory
+        self._made.wait()  # not for the rest of the housekeeping, which may have to wait for another process
         root = self._directory.root
         try:
             seen = _Seen(self._changed(fingerprint), self._clock() + LOOK_EVERY)

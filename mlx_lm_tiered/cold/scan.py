@@ -169,15 +169,11 @@ class Scans:
         with self._lock:
             return any(thread.is_alive() for thread in self._threads.values())
 
-    def wait_for(self, name: str) -> None:
-        """Wait for one thread that was started before."""
-        self._threads[name].join()
-
-    def wait(self, timeout: float | None) -> bool:
-        """Wait for all threads started so far. False when time ran out."""
+    def wait(self, timeout: float | None, name: str | None = None) -> bool:
+        """Wait for all threads started so far, or for one. False when time ran out."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            threads = list(self._threads.values())
+            threads = [thread for known, thread in self._threads.items() if name in (None, known)]
         for thread in threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)

@@ -72,9 +72,9 @@ class ColdStore:
         """Start to index this model's entries, in a thread of its own, once per fingerprint (again later if it failed), and to look for new ones now and then. `find` does it too."""
         self._indexing.attach(fingerprint)
 
-    def wait_scanned(self, timeout: float | None = None) -> bool:
-        """Wait until all scans started so far have ended. False when time ran out."""
-        return self._indexing.wait(timeout)
+    def wait_scanned(self, timeout: float | None = None, fingerprint: str | None = None) -> bool:
+        """Wait until the scan of one model, or all that was started so far, has ended. False when time ran out."""
+        return self._indexing.wait(timeout, fingerprint)
 
     def find(self, fingerprint: str, namespace: str, key: bytes, limit: int) -> Found | None:
         """The entry that serves the longest prefix of `key`, of `limit` tokens at most. Looks at the index only."""
@@ -343,11 +343,7 @@ class ColdStore:
     def _damaged(self, path: Path, status: os.stat_result, error: BadEntry | Damaged) -> None:
         self._count("corrupt")
         self._log.warn("damaged", "SSD cache: %s is damaged and was put away: %s", path.name, error)
-        try:
-            if self._directory.quarantine(path, status):
-                self._count("quarantined")
-        except OSError as failure:
-            logger.debug("SSD cache: quarantine: %s", failure)
+        self._indexing.put_away(path, status)
 
     def _use(self, entry: ColdEntry) -> None:
         """Note the use of an entry, in all its files."""

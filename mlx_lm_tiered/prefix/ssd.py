@@ -110,7 +110,7 @@ class SsdTier:
         identity = self._identity(source, 0)
         if identity is not None:
             self._store.attach(identity.fingerprint)
-            if self._store.wait_scanned(0):
+            if self._store.wait_scanned(0, identity.fingerprint):
                 return True
         elif source.path is None or not self._identities.pending(source):
             return True
@@ -127,7 +127,7 @@ class SsdTier:
         identity = self._identity(source, patience)
         if identity is not None:
             self._store.attach(identity.fingerprint)
-            self._store.wait_scanned(max(0.0, patience - (time.monotonic() - started)))
+            self._store.wait_scanned(max(0.0, patience - (time.monotonic() - started)), identity.fingerprint)
         self._patience[source] = max(0.0, patience - (time.monotonic() - started))
         return identity
 

@@ -65,6 +65,13 @@ def hang_in_a_save(root: Path) -> None:
     save(store, job(range(100)))
 
 
+def hold_the_lock(root: Path) -> None:
+    """Take the directory's lock and never let go."""
+    with scanned(root)._directory.locked():
+        say("locked")
+        time.sleep(1000)
+
+
 def share(root: Path, seed: int, cap: int, rounds: int) -> None:
     """Save, restore and forget entries in a directory that others use too."""
     draw = random.Random(seed)
@@ -86,4 +93,4 @@ def share(root: Path, seed: int, cap: int, rounds: int) -> None:
     store.close()
 
 
-TASKS = {"replace": replace_for_ever, "grow": grow_for_ever, "hang": hang_in_a_save, "share": share}
+TASKS = {"replace": replace_for_ever, "grow": grow_for_ever, "hang": hang_in_a_save, "hold": hold_the_lock, "share": share}

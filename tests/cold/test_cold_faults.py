@@ -245,7 +245,7 @@ except OSError as error:
 for path in [root, *root.rglob("*")]:
     path.chmod(0o700 if path.is_dir() else 0o600)
 """
-    for folder in [tmp_path, *tmp_path.parents][:3]:
+    for folder in [tmp_path, *tmp_path.parents][:4]:
         folder.chmod(0o777 if folder == tmp_path else folder.stat().st_mode | 0o011)
     environment = {**os.environ, "PYTHONPATH": str(HERE), "HOME": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", script, root], env=environment, capture_output=True, text=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,6 +19,8 @@ import child_save
 import pytest
 from cold_helpers import FINGERPRINT, disk_bytes, grown, job, plain, restore, same, save, scanned
 from mlx_lm_tiered.cold.catalog import MAX_CHAIN
+from mlx_lm_tiered.cold.store import ColdStore
+from mlx_lm_tiered.prefix.index import token_key
 
 HERE = Path(__file__).parent
 
@@ -181,3 +184,40 @@ def test_a_file_under_the_wrong_name_serves_nothing(tmp_path, who):
         store = scanned(tmp_path / "c")
         assert store.stats()["entries"] == 0
     assert restore(store, range(30)) is None
+
+
+def test_a_lock_that_is_held_does_not_stop_serving_and_is_taken_over_from_the_dead(tmp_path: Path, start: Start) -> None:
+    """Lookups, restores, damage and a start go on; what must wait is the writer's, which gets the lock when its owner is killed."""
+    root = tmp_path / "c"
+    store = scanned(root)
+    whole, damaged = save(store, job(range(30), plain(30))), save(store, job(range(500, 530)))
+    with open(damaged, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    with start("hold", root) as child:
+        assert child.pipe.recv() == "locked"
+        began = time.monotonic()
+        found = restore(store, range(30))
+        assert found is not None and same(found, plain(30))
+        assert restore(store, range(500, 530)) is None
+        later = ColdStore(root, 1 << 30)
+        later.attach(FINGERPRINT)
+        assert later.wait_scanned(5, FINGERPRINT) and later.covers(FINGERPRINT, "", token_key(range(30)))
+        assert time.monotonic() - began < 8
+        assert damaged.exists() and partials(root) == []
+        began, saved = time.monotonic(), []
+        writer = threading.Thread(target=lambda: saved.append(save(store, job(range(60), plain(60)))))
+        writer.start()
+        time.sleep(0.2)
+        assert not saved
+        child.process.kill()
+        writer.join(20)
+        assert saved
+    deadline = time.monotonic() + 10
+    while damaged.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not damaged.exists() and len(list((root / "quarantine").iterdir())) == 1
+    assert not whole.exists() and store.stats()["write_errors"] == 0
+    later.close()
