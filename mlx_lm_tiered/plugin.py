@@ -41,6 +41,10 @@ def mlx_lm_configure(invocation: Invocation) -> None:
     mlx_lm_unconfigure()
     _runtime = Runtime(settings)
     _runtime.args = invocation.args
+    if invocation.command == "server" and settings.warm is not None:
+        from .serving.warm import prepare
+
+        _runtime.warmer = prepare(settings.warm, invocation.args, _runtime)
     if invocation.command != "server":
         _runtime.saves_itself = True
         atexit.register(mlx_lm_unconfigure)
@@ -82,6 +86,8 @@ def mlx_lm_prefilled(source: ModelSource, start: int, tokens: int, seconds: floa
 def mlx_lm_engine_started(engine: Engine) -> None:
     if _runtime is not None:
         _runtime.engine = engine
+        if _runtime.warmer is not None:
+            _runtime.warmer.start()
 
 
 @hookimpl

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_lm_hooks import Engine, ModelSource, Serves
 
@@ -33,6 +33,18 @@ SAVE_RATES_EVERY = 5.0  # seconds, at the most
 SWAP_PATIENCE = 60.0
 
 
+class Warms(Protocol):
+    """What sends requests of its own (see `serving.warm`)."""
+
+    def is_clients(self, tokens: Sequence[int]) -> bool: ...
+
+    def report(self) -> dict[str, Any]: ...
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Runtime:
     """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
 
@@ -42,6 +54,7 @@ class Runtime:
         self.engine: Engine | None = None
         self.args: argparse.Namespace | None = None  # of the command
         self.source: ModelSource | None = None  # the model that was loaded last
+        self.warmer: Warms | None = None
         self.saves_itself = False  # a script has no idle turns and no shutdown of a server
         self._process = os.getpid()
         self._caches: weakref.WeakSet[TieredPrefixCache] = weakref.WeakSet()
@@ -102,6 +115,8 @@ class Runtime:
             self.settings.ssd_demote_idle if self.settings.ssd_restore != "never" else 0.0,
             self._restorer if self.settings.ssd_restore != "never" else None,
         )
+        if self.warmer is not None:
+            cache.is_clients = self.warmer.is_clients
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
         return cache
@@ -214,6 +229,11 @@ class Runtime:
             )
         return bool(report["durable"])
 
+    def wait_indexed(self, source: ModelSource, timeout: float) -> None:
+        """Wait until it is known what is stored of a model. Any thread but the generation thread."""
+        if self._ssd is not None:
+            self._ssd.wait_indexed(source, timeout)
+
     def probe(self, source: ModelSource, tokens: Sequence[int]) -> dict[str, Look]:
         """What a request for these tokens would find, by tier, the quickest first. Any thread; nothing counts as used."""
         key = token_key(tokens)
@@ -239,6 +259,7 @@ class Runtime:
                 "evictions": sum(c.ram.evictions for c in caches),
             },
             "ssd": self._report_ssd(caches),
+            "warm": self.warmer.report() if self.warmer is not None else None,
         }
 
     def _report_ssd(self, caches: list[TieredPrefixCache]) -> dict[str, Any] | None:
@@ -254,6 +275,8 @@ class Runtime:
         """End the threads. Files stay, entries in memory go; a script's are saved first."""
         if os.getpid() != self._process:
             return  # a forked child has none of the threads; entries and lock are its parent's
+        if self.warmer is not None:
+            self.warmer.close()
         if self.saves_itself and self._queue is not None and self.engine is None:
             self.flush_on_this_thread(self.settings.shutdown_timeout)
         if self._restorer is not None:

@@ -71,6 +71,13 @@ def parse_directory(text: str | os.PathLike[str]) -> Path:
     return path
 
 
+def parse_file(text: str | os.PathLike[str]) -> Path:
+    """An absolute path, ``~`` expanded. Raises ValueError for an empty one."""
+    if not str(text).strip():
+        raise ValueError("the file's name is empty")
+    return Path(text).expanduser().absolute()
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """A parser that accepts exactly these words."""
 
@@ -138,6 +145,10 @@ class Settings:
         "local", one_of("local", "all", "off"), "Who may use /stats and /admin: local (this machine), all, or off (no one).",
         shown="local", metavar="WHO",
     )  # fmt: skip
+    warm: Path | None = _setting(
+        None, parse_file, "File of prompts that are prefilled at start while nobody asks for anything: JSON, or one JSON object a line.",
+        shown="none", metavar="FILE",
+    )  # fmt: skip
 
 
 def flag(name: str) -> str:
@@ -163,7 +174,7 @@ def add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
     for f in fields(Settings):
         if command == "server" and f.metadata["upstream"]:
             continue
-        if command != "server" and f.name in ("shutdown_timeout", "admin_routes"):
+        if command != "server" and f.name in ("shutdown_timeout", "admin_routes", "warm"):
             continue
         text = f"{f.metadata['help']} Default: {f.metadata['shown']}. Environment: {env_name(f.name)}".replace("%", "%%")
         if f.metadata["parse"] is parse_switch:
@@ -208,6 +219,10 @@ def _refuse_contradictions(chosen: Mapping[str, Any], origin: Mapping[str, str])
         # An environment name alone may come from a shell profile; a flag is meant.
         if needs and f.name in chosen and needs not in chosen and origin[f.name].startswith("--"):
             raise UsageError(f"{origin[f.name]} does nothing without {flag(needs)}; add {flag(needs)} or leave it out")
+    if chosen.get("warm") is not None and origin["warm"].startswith("--"):
+        for name in ("prompt_cache_bytes", "prompt_cache_size"):
+            if chosen.get(name) == 0:
+                raise UsageError(f"{origin['warm']} needs the RAM tier, which {origin[name]} 0 switches off; leave one of them out")
     if chosen.get("ssd_cache") is not None:
         for name in ("prompt_cache_bytes", "prompt_cache_size"):
             if chosen.get(name) == 0:

@@ -131,6 +131,14 @@ class Engine(Protocol):
     def alive(self) -> bool:
         """Whether the generation thread runs, so that idle tasks will be called."""
 
+    @property
+    def waiting(self) -> int:
+        """Requests that came and were not begun yet."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the server was asked to stop; it waits for the requests that run."""
+
     def wake(self) -> None:
         """Have the idle task called soon, without waiting for the next poll."""
 

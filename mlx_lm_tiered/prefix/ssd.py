@@ -147,6 +147,13 @@ class SsdTier:
         found = self._store.closest(identity.fingerprint, "", key) if identity is not None else None
         return (found.entry.length, found.length) if found is not None else None
 
+    def wait_indexed(self, source: ModelSource, timeout: float) -> None:
+        """Wait until it is known what the directory holds of a model. Any thread but the generation thread."""
+        deadline = time.monotonic() + timeout
+        if (identity := self._identity(source, timeout)) is not None:
+            self._store.attach(identity.fingerprint)
+            self._store.wait_scanned(max(0.0, deadline - time.monotonic()))
+
     def look(self, source: ModelSource, tokens: Sequence[int], key: bytes) -> dict[str, Look]:
         """What a request for these tokens would find in the queue and on disk. Any thread; nothing is read or counted as used."""
         identity = self._identity(source, 0)

@@ -53,6 +53,7 @@ class TieredPrefixCache:
         self._namespace = namespace
         self._writebehind = writebehind and ssd is not None
         self._min_tokens = max(1, min_tokens)
+        self.is_clients: Callable[[Sequence[int]], bool] = lambda tokens: True  # whether a lookup counts
         self.unsaved = Unsaved(max_unsaved_bytes, ram.__contains__)
         ram.on_evict = self._evicted
         self.demotion = None if ssd is None else Demotion(ram, ssd, statistics, demote_idle)
@@ -77,8 +78,9 @@ class TieredPrefixCache:
                     decision = self._ssd.decided(key, tier == "ssd")
             except Exception as error:
                 self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
-        self._statistics.looked_up(tier, len(tokens), taken.length if taken else 0)
-        self._explain(source, tokens, tier, taken.length if taken else 0, decision)
+        if self.is_clients(tokens):
+            self._statistics.looked_up(tier, len(tokens), taken.length if taken else 0)
+            self._explain(source, tokens, tier, taken.length if taken else 0, decision)
         return taken
 
     def prepare(self, source: ModelSource, tokens: Sequence[int]) -> Preparation | None:

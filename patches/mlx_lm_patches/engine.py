@@ -53,6 +53,14 @@ class Engine:
         thread = getattr(self._generator, "_generation_thread", None)
         return thread is not None and thread.is_alive() and not self._generator._generation_failed
 
+    @property
+    def waiting(self) -> int:
+        return self._generator.requests.qsize() + len(self._held)
+
+    @property
+    def stopping(self) -> bool:
+        return self._runtime.stopping()
+
     def wake(self) -> None:
         with self._lock:
             self._woken = True

@@ -49,6 +49,7 @@ class Runtime:
         self.sources: dict[Hashable, ModelSource] = {}
         self.served: tuple[Callable[[], Any], ModelSource] | None = None  # a weak reference to the server's model, and its source
         self.loads = 0
+        self.stopping: Callable[[], bool] = lambda: False  # whether the server was asked to stop
         self.here = _ThreadState()
         self._warned: set[str] = set()
         self._lock = threading.Lock()

@@ -43,7 +43,7 @@ def test_flag_beats_environment_beats_default(tmp_path):
 def test_every_flag_has_an_environment_name(name):
     samples = {
         "ssd_cache": "/nowhere/kv", "ssd_cache_max": "1GB", "ssd_cache_verify": "never", "ssd_restore": "always", "ssd_queue": "7MB", "ssd_demote_idle": "9", "writebehind": "0",
-        "shutdown_timeout": "3", "admin_routes": "all", "prompt_cache_bytes": "1GB", "prompt_cache_size": "3", "prompt_cache_min_tokens": "9",
+        "warm": "prompts.jsonl", "shutdown_timeout": "3", "admin_routes": "all", "prompt_cache_bytes": "1GB", "prompt_cache_size": "3", "prompt_cache_min_tokens": "9",
     }  # fmt: skip
     environ = {env_name("ssd_cache"): "/nowhere/kv", env_name(name): samples[name]}
     assert getattr(settings_of(environ=environ), name) != getattr(Settings(), name)
@@ -71,6 +71,8 @@ def test_writebehind_as_switch(tmp_path):
         (["--shutdown-timeout", "-3"], {}, "--shutdown-timeout"),
         ([], {"MLX_LM_TIERED_SHUTDOWN_TIMEOUT": "soon"}, "MLX_LM_TIERED_SHUTDOWN_TIMEOUT"),
         (["--prompt-cache-size", "-1"], {}, "is negative"),
+        (["--warm", ""], {}, "the file's name is empty"),
+        (["--warm", "prompts.jsonl", "--prompt-cache-bytes", "0"], {}, "--warm needs the RAM tier"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(argv, environ, says):

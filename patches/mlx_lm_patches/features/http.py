@@ -32,6 +32,7 @@ def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
         call.apply_defaults()
         options = call.arguments
         stopping = Stopping(runtime.plugins.shutdown_timeout(), runtime.plugins.shutdown)
+        runtime.stopping = lambda: stopping.requested
         options["handler_class"] = handler(options["handler_class"], runtime.plugins.routes(), stopping, runtime, options["host"])
         options["server_class"] = server(options["server_class"], stopping)
         with stopping.signals():
