@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from mlx_lm_hooks import specs
 from mlx_lm_tiered.cli import settings_table
 from mlx_lm_tiered.cold import format as fmt
+from mlx_lm_tiered.commands import cache
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOKS = [name for name in vars(specs) if name.startswith("mlx_lm_")]
@@ -47,3 +49,15 @@ def test_links_between_pages_lead_somewhere(page: str):
     file = ROOT / page
     for target in re.findall(r"\]\(([^)#]+)", file.read_text()):
         assert target.startswith("http") or (file.parent / target).exists(), target
+
+
+def test_every_cache_command_and_flag_is_documented():
+    parser = argparse.ArgumentParser()
+    cache.add_parsers(parser)
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    page = (ROOT / "docs/commands.md").read_text()
+    for name, command in commands.choices.items():
+        assert f"`{name}`" in page
+        flags = {flag for action in command._actions for flag in action.option_strings if flag.startswith("--")}
+        missing = [flag for flag in sorted(flags - {"--help", "--output"}) if not re.search(rf"{flag}\b", page)]
+        assert not missing, name
