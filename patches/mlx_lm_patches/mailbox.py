@@ -40,17 +40,24 @@ class Mailbox:
         """Whether the client has gone."""
         return given_up(self.queue)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether nobody waits for more."""
+        return self.ended or self.cancelled or (self.context is not None and self.context._should_stop)
+
     def put(self, item: Any) -> None:
+        if self.context is None and hasattr(item, "stop"):
+            self.context = item
+            if self.ended:
+                item.stop()
         if self.ended:
             return
         if item is None or isinstance(item, Exception):
             self.ended = True
-        elif self.context is None and not isinstance(item, tuple):
-            self.context = item
         self.queue.put(item)
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error."""
+        """End the request with an error; upstream lets go of it as of one whose client has gone."""
         self.put(error)
         if self.context is not None:
             self.context.stop()
