@@ -25,7 +25,8 @@ def build(original: type, runtime: Runtime) -> type:
             self._engine = runtime.here.engine if runtime.active else None
             self._rows: dict[int, Row] = {}
             self._broken: list[int] = []  # failed, to be reported
-            self._decoded: list[Any] | None = None  # of the step that runs
+            self._decoding = False  # whether a decoding step runs, or has failed
+            self._decoded: list[Any] = []  # what it gave
             if self._engine is not None:
                 self._watch_decoding()
 
@@ -52,7 +53,7 @@ def build(original: type, runtime: Runtime) -> type:
         def next(self) -> tuple[list[Any], list[Any]]:
             if self._engine is None:
                 return super().next()
-            self._decoded = None
+            self._decoding, self._decoded = False, []
             try:
                 prompts, responses = super().next()
             except Exception as error:
@@ -105,8 +106,9 @@ def build(original: type, runtime: Runtime) -> type:
             batch = self._generation_batch
 
             def next() -> list[Any]:
-                self._decoded = None
+                self._decoding = True
                 self._decoded = responses = type(batch).next(batch)
+                self._decoding = False
                 return responses
 
             batch.next = next
@@ -116,7 +118,7 @@ def build(original: type, runtime: Runtime) -> type:
             from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
             decoding, prefilling = self._generation_batch, self._prompt_batch
-            if (decoding.uids and self._decoded is None) or not _whole(decoding, decoding.tokens, decoding._num_tokens, decoding._matchers):
+            if self._decoding or not _whole(decoding, decoding.tokens, decoding._num_tokens, decoding._matchers):
                 self._fail(decoding.uids, error)
                 self._generation_batch = GenerationBatch.empty(self.model, self.sampler)
                 self._watch_decoding()
@@ -129,7 +131,7 @@ def build(original: type, runtime: Runtime) -> type:
                 self._fail(prefilling.uids, error)
                 self._prompt_batch = PromptProcessingBatch.empty(self.model, self.sampler, prefill_step_size=self.prefill_step_size)
                 self._currently_processing = []
-            return self._decoded or []
+            return self._decoded
 
         def _make_batch(self, n: int) -> Any:
             waiting, left = list(self._unprocessed_sequences)[:n], len(self._unprocessed_sequences) - n

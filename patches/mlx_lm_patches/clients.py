@@ -7,6 +7,7 @@ import time
 from queue import Empty
 from typing import Any
 
+from .engine import ENGINE
 from .mailbox import Cancelled, give_up
 
 LOOKS = 0.25  # seconds between two looks at a connection
@@ -31,7 +32,7 @@ class Client:
         while True:
             if self._gone():
                 give_up(queue)
-                if engine := getattr(generator, "_mlx_lm_patches_engine", None):
+                if engine := getattr(generator, ENGINE, None):
                     engine.wake()  # it may be held back
                 if not first:
                     raise Cancelled

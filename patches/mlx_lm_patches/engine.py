@@ -11,6 +11,9 @@ from .holding import Delivery, Held, preparation_for
 from .mailbox import Cancelled, Mailbox
 from .runtime import Runtime
 
+# Where a `ResponseGenerator` has its engine.
+ENGINE = "_mlx_lm_patches_engine"
+
 # Put on the request queue to end a wait; never delivered as a request.
 WAKE = object()
 BUSY_TURNS = 0.05  # seconds between two busy turns: steps may be much shorter
@@ -33,6 +36,9 @@ class Engine:
         self._prepared: Any = None  # of the request delivered last
         self._model: Any = None  # that the request delivered last names; upstream loads no other before the next one
         self.current: Mailbox | None = None  # of the request delivered last
+        self.joining: Any = None  # the row that has just joined the batch, until it has its detokenizer
+        self.delivered = 0  # requests so far
+        self._open: list[Mailbox] = []  # of those delivered, all that have not ended
 
     def start(self) -> None:
         """Announce the engine and resolve the tasks into plain callables."""
@@ -150,7 +156,18 @@ class Engine:
     def _deliver(self, delivery: Delivery | None) -> Delivery | None:
         if delivery is not None:
             self.current, self._model = delivery[0], delivery[2].model
+            self.delivered += 1
+            self._open = [mailbox for mailbox in self._open if not mailbox.ended] + [self.current]
         return delivery
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request that was delivered with an error."""
+        for mailbox in self._open:
+            mailbox.fail(error)
+
+    def keep(self, tokens: list[int], caches: list[Any], role: str) -> None:
+        """Store what a request leaves that nobody waits for."""
+        self._generator.prompt_cache.insert_cache(self._generator.model_provider.model_key, tokens, caches, cache_type=role)
 
     def _idle_turn(self) -> bool:
         more = False

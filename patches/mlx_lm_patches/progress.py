@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm_hooks.types import ModelSource, PrefixCache
 
+from .mailbox import Cancelled
 from .runtime import Runtime
 
 
@@ -58,6 +59,8 @@ class Progress:
     def _follow(self, processed: int) -> None:
         if self._inner is not None:
             self._inner(processed, self._total)
+        if processed < self._total and stopped(self._runtime):
+            self._leave(processed)
         # At 0 nothing new is held, at the end a decode step is under way.
         if 0 < processed < self._total and self._runtime.active:
             try:
@@ -67,6 +70,16 @@ class Progress:
             if processed == self._total - 1 and not self._kept:
                 self.keep(processed)
 
+    def _leave(self, processed: int) -> None:
+        """Nobody waits any more: store what is done, and end the generation. Raises Cancelled."""
+        held = len(self._tokens) - self._total + processed
+        if processed > 0:
+            try:
+                self._prefixes.put(self._source, self._tokens[:held], self._caches, role="user")
+            except Exception as error:
+                self._runtime.fault("keeping a cancelled prefill", error)
+        raise Cancelled
+
     def keep(self, processed: int) -> None:
         """Keep the caches, which hold `processed` of the total, as the prompt's boundary."""
         self._kept = True
@@ -75,3 +88,22 @@ class Progress:
             self._prefixes.snapshot(self._source, self._tokens[:held], self._caches, role="user")
         except Exception as error:
             self._runtime.fault("keeping a prompt boundary", error)
+
+
+def stopped(runtime: Runtime) -> bool:
+    """Whether nobody waits for the request that this thread, a server's, answers by itself."""
+    engine = runtime.here.engine
+    return runtime.active and engine is not None and engine.current is not None and engine.current.stopped
+
+
+def stoppable(runtime: Runtime, inner: Callable[[int, int], None] | None) -> Callable[[int, int], None] | None:
+    """A progress callback that raises Cancelled once nobody waits for the request."""
+    if inner is None or runtime.here.engine is None:
+        return inner
+
+    def progress(processed: int, total: int) -> None:
+        inner(processed, total)
+        if processed < total and stopped(runtime):
+            raise Cancelled
+
+    return progress

@@ -31,6 +31,7 @@ class Fetch:
 
 class _ThreadState(threading.local):
     engine: Any = None  # whose generation thread this is
+    client: Any = None  # whose request this HTTP thread answers
     fetch: Fetch | None = None
     segments: tuple[list[list[int]], list[str]] | None = None
 

@@ -111,30 +111,35 @@ class Patch:
 class Applied:
     """The seams that are in place."""
 
-    patches: dict[str, Patch] = field(default_factory=dict)
+    patches: dict[tuple[str, str], Patch] = field(default_factory=dict)  # by feature and name: several features may wrap one place
 
     def apply(self, seams: Iterable[Seam], unknown: set[str], modules: Mapping[str, ModuleType], runtime: Runtime) -> None:
         """Put in place those seams whose modules are loaded, all or none. Raises PluginError.
 
         `unknown` has the names of seams with an unknown body, which are probed first.
         """
-        done: list[str] = []
+        done: list[tuple[str, str]] = []
         try:
             for seam in seams:
                 module = modules.get(seam.module)
                 if seam.build is None or module is None:
                     continue
-                known = self.patches.get(seam.name)
-                if known is not None and known.ours():
+                key = (seam.feature, seam.name)
+                known = self.patches.get(key)
+                if known is not None and self._in_place(known):
                     continue
-                self.patches[seam.name] = _apply(seam, module, runtime, seam.name in unknown)
-                done.append(seam.name)
+                self.patches[key] = _apply(seam, module, runtime, seam.name in unknown)
+                done.append(key)
         except Exception as error:
-            for name in reversed(done):
-                self.patches.pop(name).undo()
+            for key in reversed(done):
+                self.patches.pop(key).undo()
             if isinstance(error, PluginError):
                 raise
             raise PluginError(f"mlx-lm could not be hooked: {type(error).__name__}: {error}") from error
+
+    def _in_place(self, patch: Patch) -> bool:
+        """Whether the name is what a patch made it, or another of ours lies upon that."""
+        return patch.ours() or any(upon.original is patch.replacement and self._in_place(upon) for upon in self.patches.values())
 
     def undo(self) -> None:
         while self.patches:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -12,9 +14,12 @@ from urllib.parse import parse_qs, urlsplit
 from mlx_lm_hooks.types import Reply, Request, Route
 
 from ..access import is_local
+from ..clients import Client
 from ..runtime import Runtime
 from ..seam import Seam
 from ..stopping import Stopping
+
+log = logging.getLogger("mlx_lm_patches")
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
 RETRY_AFTER_SECONDS = 10
@@ -55,6 +60,12 @@ def server(base: type, stopping: Stopping) -> type:
         def process_request_thread(self, request: Any, client_address: Any) -> None:
             with stopping.handling():
                 super().process_request_thread(request, client_address)
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if isinstance(error := sys.exc_info()[1], ConnectionError):
+                log.debug("the client %s has gone: %s", client_address, error)
+            else:
+                super().handle_error(request, client_address)
 
     return Server
 
@@ -113,10 +124,33 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
             if not stopping.enter():
                 self.plugin_reply(_error(503, "the server is stopping"), Retry_After=str(RETRY_AFTER_SECONDS))
                 return
+            client = Client(self.connection)
+            runtime.here.client = client
             try:
                 super().do_POST()
+            except ConnectionError:
+                raise
+            except Exception as error:
+                self.plugin_failed(error)
             finally:
+                runtime.here.client = None
+                client.leave()
                 stopping.leave()
+
+        def plugin_failed(self, error: Exception) -> None:
+            """Answer an error that came in the middle of an answer: with a status while nothing was sent, else with an event, then the end."""
+            log.warning("a request failed: %s: %s", type(error).__name__, error)
+            self.close_connection = True
+            if not getattr(self, "plugin_sent", False):
+                self._headers_buffer = []  # upstream's 200, which waits for the body
+                self.plugin_reply(_error(400 if isinstance(error, ValueError) else 500, f"{type(error).__name__}: {error}"))
+            elif self.stream:
+                self.wfile.write(f"data: {json.dumps({'error': {'message': str(error), 'code': 500}})}\n\n".encode())
+                self.wfile.flush()
+
+        def flush_headers(self) -> None:
+            self.plugin_sent = True
+            super().flush_headers()
 
         def do_GET(self) -> None:
             if not self.plugin_route():

@@ -6,11 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..engine import Engine
+from ..engine import ENGINE, Engine
 from ..runtime import Runtime
 from ..seam import Seam
-
-_ENGINE = "_mlx_lm_patches_engine"
 
 
 def build_init(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
@@ -21,7 +19,7 @@ def build_init(original: Callable[..., Any], runtime: Runtime) -> Callable[..., 
             engine = Engine(self, runtime)
             try:
                 engine.start()
-                setattr(self, _ENGINE, engine)
+                setattr(self, ENGINE, engine)
             except Exception as error:
                 runtime.fault("starting the engine", error)
         original(self, *args, **kwargs)
@@ -32,7 +30,7 @@ def build_init(original: Callable[..., Any], runtime: Runtime) -> Callable[..., 
 def build_next_request(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def _next_request(self: Any, timeout: float | None = None) -> Any:
-        engine = getattr(self, _ENGINE, None)
+        engine = getattr(self, ENGINE, None)
         if engine is None or not runtime.active:
             return original(self, timeout)
         return engine.next_request(original, timeout)

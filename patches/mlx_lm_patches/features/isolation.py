@@ -87,22 +87,103 @@ def build_detokenizer(original: property, runtime: Runtime) -> property:
     return property(detokenizer)
 
 
-def _seam(module: str, qualname: str, kind: str, signature: str, why: str, bodies: dict[str, str], build: Any = None) -> Seam:
-    return Seam("isolation", module, qualname, kind, signature, bodies, why, UNTIL, build)
-
-
 SEAMS = [
-    _seam("mlx_lm.server", "BatchGenerator", "global", "", "keeps what goes wrong with a row to the row", {}, build_generator),
-    _seam("mlx_lm.server", "ResponseGenerator._generate", "wrap", "(self)", "begins anew after an error that is no single row's", {}, build_generate),
-    _seam("mlx_lm.server", "_make_sampler", "wrap", "(args, tokenizer)", "answers wrong arguments to their request", {}, build_part),
-    _seam("mlx_lm.server", "_make_logits_processors", "wrap", "(args)", "answers wrong arguments to their request", {}, build_part),
-    _seam(
-        "mlx_lm.server", "ResponseGenerator._make_state_machine", "wrap", "(self, model_key, tokenizer, stop_words)",
-        "answers wrong arguments to their request", {}, build_part,
+    Seam(
+        feature="isolation",
+        module="mlx_lm.server",
+        qualname="BatchGenerator",
+        kind="global",
+        signature=(
+            "__init__(self, model, *, max_tokens=, stop_tokens=, sampler=, logits_processors=, completion_batch_size=, "
+            "prefill_batch_size=, prefill_step_size=, max_kv_size=, stream=); stream(self); close(self); __del__(self); "
+            "stats(self); insert(self, prompts, max_tokens=, caches=, all_tokens=, samplers=, logits_processors=, "
+            "stop_sequences=); insert_segments(self, segments, max_tokens=, caches=, all_tokens=, samplers=, "
+            "logits_processors=, stop_sequences=); _find_uids(self, uids); extract_cache(self, uids); remove(self, uids, "
+            "return_prompt_caches=); prompt_cache_nbytes(self); _make_batch(self, n); _next(self); next(self); "
+            "next_generated(self)"
+        ),
+        bodies={"9fdf85f989dfc63b": "0.32.0 0.32.1 0.32.2"},
+        why="keeps what goes wrong with a row to the row; stores what cancelled rows have computed",
+        until=UNTIL,
+        build=build_generator,
     ),
-    _seam("mlx_lm.tokenizer_utils", "TokenizerWrapper.detokenizer", "wrap", "(self)", "keeps what goes wrong with a row to the row", {}, build_detokenizer),
-    _seam("mlx_lm.generate", "BatchGenerator._next", "check", "(self)", "decodes first, then prefills; reports in two lists", {}),
-    _seam("mlx_lm.generate", "BatchGenerator._make_batch", "check", "(self, n)", "takes waiting sequences, then merges their caches", {}),
-    _seam("mlx_lm.generate", "GenerationBatch", "check", "", "holds one item a row in every list", {}),
-    _seam("mlx_lm.generate", "PromptProcessingBatch.extend", "check", "(self, batch)", "takes rows in", {}),
-]  # fmt: skip
+    Seam(
+        feature="isolation",
+        module="mlx_lm.server",
+        qualname="ResponseGenerator._generate",
+        kind="wrap",
+        signature="(self)",
+        bodies={"98ba981a08e49f20": "0.32.0", "a0a0f2233a3af2a8": "0.32.1 0.32.2"},
+        why="begins anew after an error that is no single row's; forgets a row whose context was stopped",
+        until=UNTIL,
+        build=build_generate,
+    ),
+    Seam(
+        feature="isolation",
+        module="mlx_lm.server",
+        qualname="_make_sampler",
+        kind="wrap",
+        signature="(args, tokenizer)",
+        bodies={"a14b5d22fc992de9": "0.32.0 0.32.1 0.32.2"},
+        why="answers wrong arguments to their request",
+        until=UNTIL,
+        build=build_part,
+    ),
+    Seam(
+        feature="isolation",
+        module="mlx_lm.server",
+        qualname="_make_logits_processors",
+        kind="wrap",
+        signature="(args)",
+        bodies={"2ddeba958073bd44": "0.32.0 0.32.1 0.32.2"},
+        why="answers wrong arguments to their request",
+        until=UNTIL,
+        build=build_part,
+    ),
+    Seam(
+        feature="isolation",
+        module="mlx_lm.server",
+        qualname="ResponseGenerator._make_state_machine",
+        kind="wrap",
+        signature="(self, model_key, tokenizer, stop_words)",
+        bodies={"a1ee9b384f3fe040": "0.32.0 0.32.1 0.32.2"},
+        why="answers wrong arguments to their request",
+        until=UNTIL,
+        build=build_part,
+    ),
+    Seam(
+        feature="isolation",
+        module="mlx_lm.tokenizer_utils",
+        qualname="TokenizerWrapper.detokenizer",
+        kind="wrap",
+        signature="(self)",
+        bodies={"c58d3ad472977541": "0.32.0 0.32.1 0.32.2"},
+        why="keeps what goes wrong with a row's text to the row",
+        until=UNTIL,
+        build=build_detokenizer,
+    ),
+    Seam(
+        feature="isolation",
+        module="mlx_lm.generate",
+        qualname="GenerationBatch",
+        kind="check",
+        signature=(
+            "__init__(self, model, uids, inputs, prompt_cache, tokens, samplers, fallback_sampler, logits_processors, "
+            "stop_sequences, max_tokens); __len__(self); extend(self, batch); _step(self); extract_cache(self, idx); "
+            "filter(self, keep); next(self); empty(cls, model, fallback_sampler)"
+        ),
+        bodies={"069885ad9d1efb63": "0.32.0 0.32.1 0.32.2"},
+        why="holds one item a row in every list",
+        until=UNTIL,
+    ),
+    Seam(
+        feature="isolation",
+        module="mlx_lm.generate",
+        qualname="PromptProcessingBatch.extend",
+        kind="check",
+        signature="(self, batch)",
+        bodies={"0236ef158cf7474b": "0.32.0 0.32.1 0.32.2"},
+        why="takes rows in one by one",
+        until=UNTIL,
+    ),
+]

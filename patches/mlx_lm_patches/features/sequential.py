@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..holding import mark, remembering
-from ..progress import Progress
+from ..progress import Progress, stoppable
 from ..runtime import Fetch, Runtime
 from ..seam import Seam
 
@@ -39,6 +39,8 @@ def build_stream_generate(original: Callable[..., Any], runtime: Runtime) -> Cal
         fetch, runtime.here.fetch = runtime.here.fetch, None
         segments, runtime.here.segments = runtime.here.segments, None
         if fetch is None or not _follows(fetch, args, kwargs):
+            if "prompt_progress_callback" in kwargs:
+                kwargs["prompt_progress_callback"] = stoppable(runtime, kwargs["prompt_progress_callback"])
             return original(*args, **kwargs)
         rest, caches = kwargs["prompt"], kwargs["prompt_cache"]
         tokens = list(fetch.tokens[: fetch.count])
