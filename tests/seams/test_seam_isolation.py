@@ -1,0 +1,228 @@
+"""Errors in one row of a batch, and in a step of several: who gets them, and that the others' tokens are as ever (fault 11)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+
+import pytest
+from test_seam_server import ask, serving, wait_for
+
+TEXTS = ("first", "second", "third")
+LENGTH = 60
+
+
+class Boom(RuntimeError):
+    pass
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llama):
+    with serving(tiny_llama) as (_, generator):
+        return {text: ask(generator, text, max_tokens=LENGTH)[0] for text in TEXTS}
+
+
+def fails_after(monkeypatch, owner, name: str, calls: int, *, of=lambda *args: True):
+    """Make a function raise at its `calls`-th call among those that `of` picks, once."""
+    original = getattr(owner, name)
+    made = []
+
+    def failing(*args, **kwargs):
+        if of(*args):
+            made.append(args)
+            if len(made) == calls:
+                raise Boom("on purpose")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+    return made
+
+
+def together(generator, texts=TEXTS, **options):
+    """Each text's tokens or error, all asked at once."""
+
+    def one(text):
+        try:
+            return ask(generator, text, max_tokens=LENGTH, **options)[0]
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(texts, pool.map(one, texts), strict=True))
+
+
+def check(generator, answers, plain, broken):
+    for text, answer in answers.items():
+        if text in broken:
+            assert isinstance(answer, Boom), (text, answer)
+        else:
+            assert answer == plain[text], text
+    assert generator.is_healthy and ask(generator, "third", max_tokens=LENGTH)[0] == plain["third"]
+
+
+@pytest.mark.parametrize("part", ["_make_sampler", "_make_logits_processors"])
+@pytest.mark.parametrize("when", ["at once", "made", "first token", "later"])
+def test_a_rows_own_part_fails(tiny_llama, plain, monkeypatch, part, when):
+    import mlx_lm.server as server
+
+    original = getattr(server, part)
+    made = []
+
+    def making(*args):
+        made.append(args)
+        if len(made) != 2:
+            return original(*args)
+        if when == "at once":
+            raise Boom("on purpose")
+        calls = []
+
+        def failing(*given):
+            calls.append(given)
+            if when == "made" or len(calls) > (1 if when == "first token" else 20):
+                raise Boom("on purpose")
+            return given[-1] if part == "_make_logits_processors" else given[0].argmax(axis=-1)
+
+        return [failing] if part == "_make_logits_processors" else failing
+
+    monkeypatch.setattr(server, part, making)
+    with serving(tiny_llama) as (_, generator):
+        ask(generator, "warm up", max_tokens=1)
+        answers = together(generator)
+        broken = [text for text, answer in answers.items() if isinstance(answer, Exception)]
+        assert len(broken) == 1
+        check(generator, answers, plain, broken)
+
+
+def test_a_sampler_of_the_wrong_shape_is_its_rows_fault(tiny_llama, plain, monkeypatch):
+    import mlx_lm.server as server
+
+    original = server._make_sampler
+    monkeypatch.setattr(server, "_make_sampler", lambda args, tokenizer: (lambda logprobs: logprobs) if args.max_tokens == 7 else original(args, tokenizer))
+    with serving(tiny_llama) as (_, generator), ThreadPoolExecutor() as pool:
+        others = pool.submit(together, generator)
+        with pytest.raises(ValueError, match="a sampler gave"):
+            ask(generator, "wrong", max_tokens=7)
+        check(generator, others.result(), plain, [])
+
+
+@pytest.mark.parametrize("name", ["add_token", "finalize"])
+def test_a_detokenizer_fails(tiny_llama, plain, monkeypatch, name):
+    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer as Streaming
+    from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer as Naive
+
+    with serving(tiny_llama) as (_, generator):
+        ask(generator, "warm up", max_tokens=1)
+        kind = next(k for k in (Streaming, Naive) if isinstance(generator.model_provider.tokenizer._detokenizer, k))
+        made = fails_after(monkeypatch, kind, name, 30 if name == "add_token" else 1)
+        answers = together(generator)
+        broken = [text for text, answer in answers.items() if isinstance(answer, Exception)]
+        assert len(broken) == 1 and made
+        check(generator, answers, plain, broken)
+
+
+def test_wrong_stop_words_are_their_requests_fault(tiny_llama, plain, monkeypatch):
+    import mlx_lm.server as server
+
+    fails_after(monkeypatch, server, "make_stop_sequences", 1)
+    with serving(tiny_llama) as (_, generator):
+        with pytest.raises(Boom):
+            ask(generator, "first")
+        check(generator, together(generator), plain, [])
+
+
+def test_an_empty_prompt_is_its_requests_fault(tiny_llama, plain, monkeypatch):
+    import mlx_lm.server as server
+
+    original = server.ResponseGenerator._tokenize
+
+    def tokenize(self, tokenizer, request, args):
+        if request.messages[0]["content"] == "empty":
+            return [], [[]], ["assistant"], "normal", None
+        return original(self, tokenizer, request, args)
+
+    monkeypatch.setattr(server.ResponseGenerator, "_tokenize", tokenize)
+    with serving(tiny_llama) as (_, generator), ThreadPoolExecutor() as pool:
+        others = pool.submit(together, generator)
+        with pytest.raises(ValueError, match="empty prompt"):
+            ask(generator, "empty")
+        check(generator, others.result(), plain, [])
+
+
+def test_a_forward_of_all_rows_fails(tiny_llama, plain, monkeypatch):
+    """Whoever was in it gets the error; who comes later is served."""
+    generate = import_module("mlx_lm.generate")
+
+    with serving(tiny_llama) as (_, generator):
+        ask(generator, "warm up", max_tokens=1)
+        fails_after(monkeypatch, generate.GenerationBatch, "_step", 25)
+        answers = together(generator)
+        assert any(isinstance(answer, Boom) for answer in answers.values())
+        check(generator, answers, plain, [text for text, answer in answers.items() if isinstance(answer, Exception)])
+
+
+@pytest.mark.parametrize("name", ["prompt", "generate", "split", "extend"])
+def test_a_prefill_fails_while_another_row_decodes(tiny_llama, plain, monkeypatch, name):
+    """The row that decodes loses no token of the step in which it happened."""
+    generate = import_module("mlx_lm.generate")
+
+    with serving(tiny_llama) as (plugin, generator), ThreadPoolExecutor() as pool:
+        ask(generator, "warm up", max_tokens=1)
+        going = []
+        original = generate.GenerationBatch.next
+        monkeypatch.setattr(generate.GenerationBatch, "next", lambda self: going.append(len(self)) or original(self))
+        first = pool.submit(ask, generator, "first", max_tokens=LENGTH)
+        wait_for(lambda: len(going) > 3)
+        made = fails_after(monkeypatch, generate.PromptProcessingBatch, name, 1, of=lambda *args: args[0].uids or getattr(args[1], "uids", None))
+        with pytest.raises(Boom):
+            ask(generator, "second", max_tokens=LENGTH)
+        assert made and first.result()[0] == plain["first"]
+        check(generator, {}, plain, [])
+
+
+def test_of_several_that_join_at_once_only_the_one_that_cannot_fails(tiny_llama, plain, monkeypatch):
+    generate = import_module("mlx_lm.generate")
+    import mlx_lm.server as server
+
+    original = generate._merge_caches
+
+    def merging(caches):
+        if any(getattr(one[0], "wrong", False) for one in caches):
+            raise Boom("on purpose")
+        return original(caches)
+
+    monkeypatch.setattr(generate, "_merge_caches", merging)
+    with serving(tiny_llama) as (_, generator):
+        inner = server.BatchGenerator.insert_segments
+
+        def insert(self, *args, **kwargs):
+            uids = inner(self, *args, **kwargs)
+            if kwargs["max_tokens"] == [7]:
+                self._unprocessed_sequences[-1][3][0].wrong = True
+            return uids
+
+        monkeypatch.setattr(server.BatchGenerator, "insert_segments", insert)
+        for _ in range(3):
+            with ThreadPoolExecutor() as pool:
+                others = pool.submit(together, generator)
+                with pytest.raises(Boom):
+                    ask(generator, "wrong", max_tokens=7)
+                check(generator, others.result(), plain, [])
+
+
+def test_an_error_outside_of_any_row_leaves_the_thread_alive(tiny_llama, plain, monkeypatch):
+    import mlx_lm.server as server
+
+    with serving(tiny_llama) as (_, generator):
+        ask(generator, "warm up", max_tokens=1)
+        fails_after(monkeypatch, server, "_format_top_logprobs", 40)
+        answers = together(generator)
+        assert any(isinstance(answer, Boom) for answer in answers.values())
+        check(generator, answers, plain, [text for text, answer in answers.items() if isinstance(answer, Exception)])
+
+
+def test_a_loop_that_cannot_run_ends_as_ever(tiny_llama, monkeypatch):
+    import mlx_lm.server as server
+
+    monkeypatch.setattr(server.ModelProvider, "load_default", lambda self: (_ for _ in ()).throw(Boom("on purpose")))
+    with serving(tiny_llama) as (_, generator):
+        wait_for(lambda: not generator.is_healthy)
