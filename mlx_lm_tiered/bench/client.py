@@ -118,7 +118,10 @@ class Client:
                 elif line.startswith(b"data: [DONE]"):
                     return
                 elif line.startswith(b"data: "):
-                    yield json.loads(line[6:])
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise RequestFailed(f"POST {path} ended with an error: {event['error']}")
+                    yield event
             raise RequestFailed("the stream ended before its end mark")
         finally:
             connection.close()
