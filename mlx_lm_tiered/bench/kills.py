@@ -33,7 +33,7 @@ from .server import STOCK, Server, ServerFailed, server_command, tiered_flags
 from .traffic import Reply, Traffic, same_tokens
 
 CLIENTS = 3
-CAP_TOKENS = 12_000  # what the cap has room for
+CAP_TOKENS = 8_000  # what the cap has room for
 MOMENTS = {"any": 40, "saving": 40, "starting": 10, "stopping": 10}  # of the kill, in percent
 KEPT = 40  # promises remembered
 OURS = {"lock", "identities.json"}  # files besides entries that a directory has
@@ -95,6 +95,8 @@ class _Killing:
             by_token = sum(spec.nbytes for spec, part in zip(meta.tensors, meta.by_token, strict=True) if part)
             self._per_token = max(self._per_token, by_token // tokens + 8)
             self._per_file = max(self._per_file, nbytes - by_token + 8192)
+        if not metas:
+            raise ServerFailed("a flush answered that all is on disk, and nothing is")
         self._cap = CAP_TOKENS * self._per_token + 20 * self._per_file
 
     def round(self) -> None:
