@@ -96,9 +96,11 @@ class Directory:
 
     def close(self) -> None:
         """No longer a writer here."""
-        if self._writer.held:
-            self._writer.path.unlink(missing_ok=True)
-        self._writer.release()
+        try:
+            if self._writer.held:
+                self._writer.path.unlink(missing_ok=True)
+        finally:
+            self._writer.release()
 
     @contextmanager
     def locked(self, timeout: float = LOCK_TIMEOUT) -> Iterator[None]:
