@@ -33,7 +33,7 @@ from .server import STOCK, Server, ServerFailed, server_command, tiered_flags
 from .traffic import Reply, Traffic, same_tokens
 
 CLIENTS = 3
-CAP_TOKENS = 8_000  # what the cap has room for
+CAP_TOKENS = 16_000  # what the cap has room for
 MOMENTS = {"any": 40, "saving": 40, "starting": 10, "stopping": 10}  # of the kill, in percent
 KEPT = 40  # promises remembered
 OURS = {"lock", "identities.json"}  # files besides entries that a directory has
