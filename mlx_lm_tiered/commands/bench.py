@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import endurance
 from .terminal import directory, end_in_order, model, positive, say, writable
 
 
@@ -40,6 +41,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     restoring.add_argument("--repeats", type=positive, default=7, metavar="R", help="rounds, each with every way to read (default: 7)")
     restoring.add_argument("--directory", type=Path, metavar="DIR", help="make the files in a temporary directory under DIR")
     restoring.set_defaults(run=run_bench_restore)
+    endurance.add_parsers(benches)
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     start_up.add_argument("--repeats", type=positive, default=40, metavar="R", help="starts with and without it (default: 40)")
     start_up.set_defaults(run=run_bench_start_up)
@@ -50,7 +52,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
 def run_bench_restart(args: argparse.Namespace) -> int:
     from ..bench import restart
 
-    return _bench(
+    return run_measurement(
         args,
         lambda: restart.run(Path(model(args.model)), args.prefix_tokens, args.repeats, directory=directory(args.ssd_cache, environment=False)),
         lambda result: [] if result["text_equal"] else ["the answers differ"],
@@ -60,7 +62,7 @@ def run_bench_restart(args: argparse.Namespace) -> int:
 def run_bench_overhead(args: argparse.Namespace) -> int:
     from ..bench import overhead
 
-    return _bench(
+    return run_measurement(
         args,
         lambda: overhead.run(Path(model(args.model)), args.prefix_tokens, args.decode_tokens, args.repeats, args.full_queue),
         lambda result: [] if result["text_equal"] else ["the answers differ"],
@@ -70,7 +72,7 @@ def run_bench_overhead(args: argparse.Namespace) -> int:
 def run_bench_writes(args: argparse.Namespace) -> int:
     from ..bench import writes
 
-    return _bench(
+    return run_measurement(
         args,
         lambda: writes.run(Path(model(args.model)), args.turns, args.turn_tokens),
         lambda result: [] if result["ram_and_restart_equal"] else ["the answers differ"],
@@ -83,7 +85,7 @@ def run_bench_restore(args: argparse.Namespace) -> int:
     openblas.load()
     from ..bench import restore
 
-    return _bench(
+    return run_measurement(
         args, lambda: restore.run(args.tokens, segments=args.segments, repeats=args.repeats, directory=args.directory), lambda result: []
     )
 
@@ -91,7 +93,7 @@ def run_bench_restore(args: argparse.Namespace) -> int:
 def run_bench_stall(args: argparse.Namespace) -> int:
     from ..bench import stall
 
-    return _bench(
+    return run_measurement(
         args,
         lambda: stall.run(Path(model(args.model)), args.prefix_tokens, args.repeats),
         lambda result: [] if result["text_equal"] else ["the answers differ"],
@@ -101,10 +103,10 @@ def run_bench_stall(args: argparse.Namespace) -> int:
 def run_bench_start_up(args: argparse.Namespace) -> int:
     from ..bench import startup
 
-    return _bench(args, lambda: startup.run(args.repeats), lambda result: [])
+    return run_measurement(args, lambda: startup.run(args.repeats), lambda result: [])
 
 
-def _bench(args: argparse.Namespace, measure: Callable[[], dict[str, Any]], faults: Callable[[dict[str, Any]], list[str]]) -> int:
+def run_measurement(args: argparse.Namespace, measure: Callable[[], dict[str, Any]], faults: Callable[[dict[str, Any]], list[str]]) -> int:
     from ..bench import report
     from ..bench.client import RequestFailed
     from ..bench.server import ServerFailed

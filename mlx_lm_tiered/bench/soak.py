@@ -1,0 +1,182 @@
+"""Thousands of requests of several clients to one server that is never restarted: does anything grow that should not?
+
+The traffic is that of ``bench kills`` (growing conversations, requests given up half way,
+another model now and then), with flushes and drains between. Both tiers are small, so
+that they are full long before the half. From the second half's samples a line is fitted
+to the memory; descriptors, threads and files are compared between the halves.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from mlx_lm_tiered.cold.directory import Directory
+from mlx_lm_tiered.progress import Progress
+
+from . import small_model
+from .client import RequestFailed
+from .server import STOCK, Server, server_command, tiered_flags
+from .traffic import Traffic, same_tokens
+
+CLIENTS = 4
+SAMPLES = 60
+RAM, DISK = "8MB", 16 * 10**6
+RSS_LIMIT = 4.0  # MB per 1000 requests: a leak of 4 KB a request
+COMPARED = 40  # answers at most
+
+
+def run(model: Path | None, requests: int, seed: int = 0) -> dict[str, Any]:
+    """Do it; without `model` with one of random weights. ``faults`` says what grew. Raises ServerFailed, RequestFailed."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-") as scratch:
+        place = model or small_model.write(Path(scratch) / "model")
+        other = Path(scratch) / "other"
+        if place.is_dir():
+            shutil.copytree(place, other)
+        traffic = Traffic(seed, turns=5, characters=200, models=[str(other), str(place)] if other.exists() else [])
+        directory = Path(scratch) / "cold"
+        flags = ["--ssd-cache-max", str(DISK), "--prompt-cache-bytes", RAM, "--ssd-demote-idle", "5"]
+        with Server(place, Path(scratch) / "server.log", tiered_flags(directory, *flags), command=server_command()) as server:
+            with Progress("requests") as progress:
+                samples = _soak(server, traffic, requests, directory, progress)
+            stats = server.stats()
+            warnings = server.log().count(" - WARNING - ")
+        with Server(place, Path(scratch) / "stock.log", ["--prompt-cache-size", "0"], command=STOCK, env={"MLX_LM_PLUGINS": None}) as reference:
+            chosen = random.Random(seed).sample(traffic.replies, min(COMPARED, len(traffic.replies)))
+            outcomes = [same_tokens(reference, reply) for reply in chosen]
+    wrong = sum(not same and not tie for same, tie in outcomes)
+    found = flatness(samples, requests)
+    faults = [*found.pop("faults"), *traffic.failures]
+    if wrong:
+        faults.append(f"{wrong} of {len(outcomes)} answers differ from those of a server without the plugin")
+    if stats["faults"]:
+        faults.append(f"faults were counted: {stats['faults']}")
+    return {
+        "bench": "soak",
+        "model": str(model) if model else "random weights",
+        "seed": seed,
+        "requests": traffic.sent[0],
+        "given_up": traffic.given_up,
+        "flat": not faults,
+        **found,
+        "answers_compared": len(outcomes),
+        "wrong_answers": wrong,
+        "warnings": warnings,
+        "hits_ram": stats["hits_by_tier"]["ram"],
+        "hits_ssd": stats["hits_by_tier"]["ssd"],
+        "evictions": stats["ssd"]["evictions"],
+        "seconds": time.monotonic() - started,
+        "faults": faults,
+        "samples": samples,
+        "stats": stats,
+    }
+
+
+def _soak(server: Server, traffic: Traffic, requests: int, directory: Path, progress: Progress) -> list[dict[str, Any]]:
+    """The traffic, sampled as it goes on."""
+
+    def enough() -> bool:
+        return traffic.sent[0] >= requests
+
+    clients = [threading.Thread(target=traffic.run, args=(server, i, enough)) for i in range(CLIENTS)]
+    flusher = threading.Thread(target=_flush_now_and_then, args=(server, traffic))
+    for thread in (*clients, flusher):
+        thread.start()
+    samples: list[dict[str, Any]] = []
+    try:
+        while any(thread.is_alive() for thread in clients):
+            if traffic.sent[0] >= requests * len(samples) / SAMPLES:
+                samples.append({"requests": traffic.sent[0], **sample(server.pid, directory)})
+                progress(traffic.sent[0], requests)
+            time.sleep(0.02)
+    finally:
+        traffic.ended.set()
+        for thread in (*clients, flusher):
+            thread.join()
+    return samples
+
+
+def _flush_now_and_then(server: Server, traffic: Traffic) -> None:
+    draw = random.Random(1)
+    while not traffic.ended.wait(0.5 + draw.random()):
+        traffic.quiet.set()
+        try:
+            server.request("POST", draw.choice(["/admin/cache/flush", "/admin/cache/flush", "/admin/drain"]) + "?timeout=5", b"")
+        except (OSError, HTTPException, RequestFailed):
+            return  # the clients say why
+        finally:
+            traffic.quiet.clear()
+
+
+def sample(pid: int, directory: Path) -> dict[str, Any]:
+    """What a process and its directory take now: `rss_mb` (MB), `fds`, `threads` (None where the system does not tell), `files`, `disk_mb`."""
+    seen = Directory(directory, 0)
+    files = seen.files()
+    rss_mb, fds, threads = _process(pid)
+    return {"rss_mb": rss_mb, "fds": fds, "threads": threads, "files": len(files), "disk_mb": sum(file.charge for file in files) / 1e6}
+
+
+def _process(pid: int) -> tuple[float, int | None, int | None]:
+    place = Path("/proc") / str(pid)
+    if place.is_dir():
+        status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
+        return int(status["VmRSS"].split()[0]) / 1e3, len(os.listdir(place / "fd")), int(status["Threads"])
+    lines = subprocess.run(["ps", "-M", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout.splitlines()
+    rss = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+    open_files = shutil.which("lsof") and subprocess.run(["lsof", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return int(rss) / 1e3, open_files.count("\n") if open_files else None, max(1, len(lines) - 1)
+
+
+def flatness(samples: Sequence[dict[str, Any]], requests: int) -> dict[str, Any]:
+    """What grew between the samples' second quarter and their last, and in `faults` what grew too much.
+
+    ``rss_slope_mb_per_1000`` is the slope of the line through the second half's
+    memory, in MB per 1000 requests. The other ``..._growth`` are differences of the
+    highest values of the last quarter and of the second.
+    """
+    half = samples[len(samples) // 2 :]
+    slope = _slope([s["requests"] for s in half], [s["rss_mb"] for s in half]) * 1000
+    quarter = max(1, len(samples) // 4)
+    before, after = samples[quarter : 2 * quarter] or samples[:1], samples[-quarter:]
+
+    def growth(name: str) -> float | None:
+        values = [[s[name] for s in part if s[name] is not None] for part in (before, after)]
+        return max(values[1]) - max(values[0]) if all(values) else None
+
+    found: dict[str, Any] = {
+        "rss_slope_mb_per_1000": slope,
+        "rss_mb": after[-1]["rss_mb"],
+        "fds_growth": growth("fds"),
+        "threads_growth": growth("threads"),
+        "files_growth": growth("files"),
+        "disk_mb_highest": max(s["disk_mb"] for s in samples),
+    }
+    faults = []
+    # Over few requests the memory still warms up and the directory fills.
+    if requests >= 1000 and slope > RSS_LIMIT:
+        faults.append(f"memory grew by {slope:.2f} MB per 1000 requests")
+    # A client's connection is a descriptor and a thread while it lasts.
+    for name, allowed in (("fds_growth", 2 * CLIENTS), ("threads_growth", 2 * CLIENTS), ("files_growth", 40 if requests >= 1000 else None)):
+        if allowed is not None and found[name] is not None and found[name] > allowed:
+            faults.append(f"{name.removesuffix('_growth')} grew by {found[name]}")
+    if found["disk_mb_highest"] * 1e6 > DISK:
+        faults.append(f"{found['disk_mb_highest']:.1f} MB on disk are over the cap")
+    return {**found, "faults": faults}
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Of the line of least squares; 0 through fewer than two points."""
+    if len(set(xs)) < 2:
+        return 0.0
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
