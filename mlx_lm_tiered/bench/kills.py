@@ -227,7 +227,8 @@ class _Killing:
         for thread in threads:
             thread.start()
         try:
-            time.sleep(0.05 + self._draw.random() * 1.2)
+            self._await_replies(self._draw.randrange(1, 12), threads)
+            time.sleep(self._draw.random() * 0.3)
             if how == "saving":
                 self._await_save()
             self._traffic.ended.set()
@@ -243,6 +244,12 @@ class _Killing:
             self._counts[{"stored": "segments_stored"}.get(name, name)] += self._last_stats.get("ssd", {}).get(name, 0)
         for name in ("demotions", "spills"):
             self._counts[name] += self._last_stats.get(name, 0)
+
+    def _await_replies(self, number: int, clients: list[threading.Thread]) -> None:
+        """So that on a slow machine as much has happened as on a fast one."""
+        deadline = time.monotonic() + 20
+        while len(self._traffic.replies) < self._first + number and time.monotonic() < deadline and any(c.is_alive() for c in clients):
+            time.sleep(0.005)
 
     def _await_save(self) -> None:
         """Until a file is being written, and a moment longer."""
