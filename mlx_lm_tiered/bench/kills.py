@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm_tiered.cold import listing
-from mlx_lm_tiered.cold.directory import Directory
+from mlx_lm_tiered.cold.directory import ABANDONED, Directory
 from mlx_lm_tiered.progress import Progress
 
 from . import small_model
@@ -36,7 +36,7 @@ CLIENTS = 3
 CAP_TOKENS = 16_000  # what the cap has room for
 MOMENTS = {"any": 40, "saving": 40, "starting": 10, "stopping": 10}  # of the kill, in percent
 KEPT = 40  # promises remembered
-OURS = {"lock", "identities.json"}  # files besides entries that a directory has
+OURS = {"lock", "identities.json", "rates.json"}  # files besides entries that a directory has
 
 
 def run(model: Path | None, count: int, seed: int = 0) -> dict[str, Any]:
@@ -169,7 +169,8 @@ class _Killing:
                     self._fault("orphans" if entry.meta else "damaged", f"{entry.path.name}: {problem}")
         self._counts["entries_verified"] += len(found)
         for file in files:
-            if file.kind == "partial" or (file.kind == "other" and file.path.name not in OURS):
+            age = time.time() - file.used / 1e9
+            if file.kind == "partial" or (file.kind == "memo" and age > 2 * ABANDONED) or (file.kind == "other" and file.path.name not in OURS):
                 self._fault("orphans", f"{file.path.relative_to(self._directory)} was left over")
             elif file.kind == "bad":
                 self._fault("damaged", f"{file.path.name} was found damaged")

@@ -33,6 +33,7 @@ from .writer import sync_directory
 
 LOCK_TIMEOUT = 10.0  # seconds; whoever holds the lock renames, stats and unlinks
 BLOCK = 4096
+ABANDONED = 60.0  # seconds after which a memo's successor has no writer any more; its whole writing takes milliseconds
 # Kept free for what is written without asking here: the memo of file digests (and
 # its successor, while it is being replaced), and directories that grow.
 SIDE_ROOM = 256 << 10
@@ -41,6 +42,7 @@ _ENTRY_NAME = re.compile(r"[0-9a-f]{32}(?:-[0-9a-f]{32})?\.safetensors")
 _ENTRY = re.compile(rf"v1/([0-9a-f]{{16,128}})/{_ENTRY_NAME.pattern}")
 _PARTIAL = re.compile(r"tmp/([0-9a-f]{16})-\d+\.tmp")
 _BAD = re.compile(r"quarantine/[0-9a-f]{32}(?:-[0-9a-f]{32})?\.\d+\.bad")
+_SIDE_PARTIAL = re.compile(r"[a-z]+\.json\.[0-9a-f]{8}\.tmp")  # a memo's successor while it is written
 _WRITER = re.compile(r"writers/([0-9a-f]{16})\.lock")
 
 
@@ -242,13 +244,19 @@ class Directory:
                     lock.path.unlink(missing_ok=True)
                 finally:
                     lock.release()
+            now = time.time_ns()
+            for file in files:
+                # Also those from the future: the clock was set back.
+                if file.kind == "memo" and abs(now - file.used) > ABANDONED * 1e9:
+                    file.path.unlink(missing_ok=True)
+                    count += 1
         return count
 
 
 def _classify(path: Path, relative: str, status: os.stat_result, charge: int) -> DiskFile:
     kind, owner = "other", ""
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-        for name, pattern in (("entry", _ENTRY), ("partial", _PARTIAL), ("bad", _BAD), ("writer", _WRITER)):
+        for name, pattern in (("entry", _ENTRY), ("partial", _PARTIAL), ("bad", _BAD), ("writer", _WRITER), ("memo", _SIDE_PARTIAL)):
             if match := pattern.fullmatch(relative):
                 kind, owner = name, match.group(1) if match.groups() else ""
                 break

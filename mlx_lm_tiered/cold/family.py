@@ -16,7 +16,7 @@ NAME_DIGITS = 32
 
 @dataclass(frozen=True)
 class DiskFile:
-    """A file under the directory. `kind` is ``entry``, ``partial``, ``bad``, ``writer`` or ``other``; `owner` the fingerprint or token in its name; `charge` the bytes it counts for."""
+    """A file under the directory. `kind` is ``entry``, ``partial``, ``bad``, ``writer``, ``memo`` (one being written) or ``other``; `owner` the fingerprint or token in its name; `charge` the bytes it counts for."""
 
     path: Path
     kind: str

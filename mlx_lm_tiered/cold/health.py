@@ -48,11 +48,12 @@ class Bounded:
         self._limit = limit
         self._counts: Counter[str] = Counter()
 
-    def warn(self, kind: str, message: str, *args: object) -> None:
+    def warn(self, kind: str, message: str, *args: object, limit: int | None = None) -> None:
+        limit = limit or self._limit
         self._counts[kind] += 1
-        if self._counts[kind] < self._limit:
+        if self._counts[kind] < limit:
             logger.warning(message, *args)
-        elif self._counts[kind] == self._limit:
+        elif self._counts[kind] == limit:
             logger.warning(message + " (further ones are only counted)", *args)
 
 

@@ -28,6 +28,9 @@ from .writer import EntryWriter
 
 __all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "NotIdentical", "Unavailable"]
 
+# Nanoseconds; time stamps beyond (the year 2116) are nonsense that nobody should go on from.
+MAX_TIME = 1 << 62
+
 # What `stats` counts: bytes and tokens where the name says so, else events.
 COUNTERS = (
     "restores", "restored_bytes", "restored_tokens", "stored", "stored_bytes", "superseded", "evictions", "quarantined",
@@ -63,7 +66,7 @@ class ColdStore:
         self._last_use = 0
         self.on_restored: Callable[[str, int, float], None] = lambda fingerprint, size, seconds: None
         self._indexing = Indexing(
-            self._directory, self._catalog, self._outage, self._log, lambda: self._evict(0), self._measure, self._damaged, self._add, clock
+            self._directory, self._catalog, self._outage, self._log, self._get_below_the_cap, self._measure, self._damaged, self._add, clock
         )
 
     # Finding
@@ -141,10 +144,10 @@ class ColdStore:
             self._catalog.forget(error.entry.path, error.entry)
         except OSError as error:
             self._count("read_errors")
-            self._log.warn("read", "SSD cache: reading %s failed (%s)", entry.path.name, error)
+            self._log.warn("read", "SSD cache: reading %s failed (%s)", entry.path.name, error, limit=1)
         except (MemoryError, RuntimeError) as error:  # mlx reports an allocation that fails as a RuntimeError
             self._count("read_errors")
-            self._log.warn("memory", "SSD cache: restoring %d tokens failed (%s)", entry.length, error)
+            self._log.warn("memory", "SSD cache: restoring %d tokens failed (%s)", entry.length, error, limit=1)
             return
         self._catalog.forget(entry.path, entry)
 
@@ -196,7 +199,7 @@ class ColdStore:
             self._count("compactions")
         except OSError as error:  # what cannot be read is no reason not to write
             self._count("read_errors")
-            self._log.warn("read", "SSD cache: what an entry continues could not be read (%s)", error)
+            self._log.warn("read", "SSD cache: what an entry continues could not be read (%s)", error, limit=1)
         return None
 
     def _open(self, meta: Meta, key: bytes, proof: Continuation | None) -> EntryWriter:
@@ -355,6 +358,17 @@ class ColdStore:
         """Note the use of a file, in the file. Raises OSError."""
         now = self._now()
         os.utime(file, ns=(now, now))
+
+    def _get_below_the_cap(self) -> None:
+        """At start, and with the directory locked."""
+        self._go_on_from(max((file.used for file in self._directory.files() if file.kind == "entry"), default=0))
+        self._evict(0)
+
+    def _go_on_from(self, last: int) -> None:
+        """Let uses from now on be later than any in the files: the clock may have been set back since."""
+        if last < MAX_TIME:
+            with self._lock:
+                self._last_use = max(self._last_use, last)
 
     def _now(self) -> int:
         """Nanoseconds since 1970, never the same twice, so that the order of uses is their order in the files."""

@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -280,3 +281,40 @@ def test_a_directory_deleted_during_a_save_is_an_error_and_then_works(tmp_path, 
     clock.now += 31
     save(store, job(range(40)))
     assert restore(store, range(40)) is not None
+
+
+def test_a_clock_set_back_does_not_turn_the_order_of_uses_round(tmp_path, monkeypatch):
+    root = tmp_path / "c"
+    tomorrow = time.time_ns() + 86_400 * 10**9
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: tomorrow)
+        store = scanned(root)
+        older, newer = (save(store, job(range(start, start + 100), plain(100))) for start in (0, 1000))
+        store.close()
+    store = scanned(root, disk_bytes(root) + 100_000)
+    ours = [save(store, job(range(start, start + 100), plain(100))) for start in range(2000, 6000, 1000)]
+    assert not older.exists() and not newer.exists() and ours[-1].exists() and ours[-2].exists()
+
+
+def test_a_time_stamp_from_nowhere_is_not_gone_on_from(tmp_path):
+    root = tmp_path / "c"
+    store = scanned(root)
+    path = save(store, job(range(100)))
+    store.close()
+    os.utime(path, ns=(1 << 62, 1 << 62))
+    if path.stat().st_mtime_ns < 1 << 62:
+        pytest.skip("this file system has no such time")
+    store = scanned(root)
+    assert save(store, job(range(1000, 1100))).stat().st_mtime_ns < time.time_ns() + 10**9
+
+
+def test_what_a_kill_left_of_a_memo_goes_at_the_next_start(tmp_path):
+    root = tmp_path / "c"
+    scanned(root).close()
+    names = [f"{name}.json.{digits}.tmp" for name, digits in (("rates", "0" * 8), ("identities", "ab" * 4), ("rates", "1" * 8))]
+    for name, age in zip([*names, "theirs.json.tmp"], (3600, -3600, 0, 3600), strict=True):
+        (root / name).write_text("{")
+        os.utime(root / name, (time.time() - age, time.time() - age))
+    scanned(root).close()
+    # One that is written just now is another process's.
+    assert {path.name for path in root.glob("*.tmp")} == {names[2], "theirs.json.tmp"}
