@@ -287,6 +287,15 @@ def test_one_flipped_bit_is_noticed(stored, capsys, part):
     refused(capsys, stored, "is not taken")
 
 
+def test_an_entry_is_the_one_that_the_manifest_means(stored, capsys):
+    """A sound entry in place of another, under its name and of its size."""
+    content = stored.file.read_bytes()
+    at = content.rindex(b'"checksum": "') + 13
+    assert content[at : at + 32].decode() in {checksum_of(path.read_bytes()) for path in [*stored.turns, stored.ring]}
+    stored.file.write_bytes(content[:at] + content[at : at + 32][::-1] + content[at + 32 :])
+    refused(capsys, stored, "It is not what the manifest says")
+
+
 @pytest.mark.parametrize("cut", [0, 100, 512, 5000, -1, -1024, -1025])
 def test_a_truncated_archive_is_refused(stored, capsys, cut):
     content = stored.file.read_bytes()
