@@ -18,6 +18,7 @@ from cold.cold_helpers import FINGERPRINT, LARGE, grown, job, restore, same, sav
 
 from mlx_lm_tiered.cli import main
 from mlx_lm_tiered.cold import format as fmt
+from mlx_lm_tiered.cold.directory import Directory
 from mlx_lm_tiered.cold.locks import FileLock
 from mlx_lm_tiered.cold.reader import open_entry
 from mlx_lm_tiered.cold.store import ColdStore
@@ -162,6 +163,20 @@ def test_an_import_waits_for_whoever_holds_the_directory(stored, capsys):
     timer = threading.Timer(0.5, let_go)
     timer.start()
     assert imported(capsys, stored)[1]["entries"] == 4 and seen == [[]]
+
+
+def test_entries_are_put_in_place_under_the_lock(stored, capsys, monkeypatch):
+    free = []
+
+    def publish(directory: Directory, partial: Path, path: Path) -> None:
+        other = FileLock(stored.target / "lock")
+        free.append(other.try_acquire())
+        other.release()
+        original(directory, partial, path)
+
+    original = Directory.publish
+    monkeypatch.setattr(Directory, "publish", publish)
+    assert imported(capsys, stored)[1]["entries"] == 4 and free == [False] * 4
 
 
 def test_a_time_in_the_future_is_now(stored, capsys):

@@ -123,6 +123,7 @@ def test_verify_sets_aside_what_is_damaged(stored, capsys):
     # What continued it is whole, but of no use any more.
     rows = listed(capsys, "verify", stored.root)
     assert [(row["file"], row["state"]) for row in rows if row["fault"]] == [(stored.turns[2].name, "orphan")]
+    assert "0 entries set aside" in run(capsys, "verify", stored.root, "--quarantine")[1] and stored.turns[2].exists()
 
 
 def test_verify_deletes_what_is_damaged_and_what_continues_it(stored, capsys):
