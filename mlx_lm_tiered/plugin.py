@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_lm_hooks import Engine, Invocation, ModelSource, PrefixCache, Route, Serves, UsageError, hookimpl
+from mlx_lm_hooks import Engine, GenerationCheckpoints, Invocation, ModelSource, PrefixCache, Route, Serves, UsageError, hookimpl
 
 from . import settings as table
 from .runtime import Runtime
@@ -88,6 +88,11 @@ def mlx_lm_engine_started(engine: Engine) -> None:
         _runtime.engine = engine
         if _runtime.warmer is not None:
             _runtime.warmer.start()
+
+
+@hookimpl
+def mlx_lm_generation_checkpoints() -> GenerationCheckpoints | None:
+    return _runtime and _runtime.checkpoints
 
 
 @hookimpl

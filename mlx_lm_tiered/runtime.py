@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_lm_hooks import Engine, ModelSource, Serves
 
@@ -21,6 +21,9 @@ from .prefix.ssd import SsdTier
 from .prefix.tiers import TieredPrefixCache
 from .settings import Settings, default_ram_bytes, format_size
 from .statistics import Statistics
+
+if TYPE_CHECKING:
+    from .checkpoints.room import Checkpoints
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -62,6 +65,7 @@ class Runtime:
         self._flushes = _Flushes()
         self._announcement = "SSD tier off (--ssd-cache DIR)"
         self._store = self._queue = self._identities = self._ssd = self._restorer = self._rates = None
+        self.checkpoints: Checkpoints | None = None
 
     def _open_ssd_tier(self, restoring_bytes: int) -> None:
         """Not before there is something to serve: a server sets up its log after its flags are read."""
@@ -83,7 +87,15 @@ class Runtime:
         self._store = ColdStore(settings.ssd_cache, limit, settings.ssd_cache_verify)
         # The scan starts as soon as it can, so that the first request need not wait for all of it.
         self._identities = IdentityResolver(settings.ssd_cache, known=self._store.attach)
-        self._queue = SpillQueue(self._store, busy=self._busy, max_bytes=settings.ssd_queue, wake=self._wake)
+        # Both queues together may hold what one may.
+        share = settings.ssd_queue // 2 if settings.generation_checkpoint else settings.ssd_queue
+        self._queue = SpillQueue(self._store, busy=self._busy, max_bytes=share, wake=self._wake)
+        if settings.generation_checkpoint:
+            from .checkpoints.room import Checkpoints
+
+            self.checkpoints = Checkpoints(
+                self._store, self._identities, self.statistics, self._decoding, settings.generation_checkpoint, settings.ssd_queue - share
+            )
         self._restorer = Restorer(self._store.restoring, self._decoding, self._wake, restoring_bytes)
         self._rates = Rates(settings.ssd_cache / rates_file.NAME)
         self._store.on_restored = self._rates.restored
@@ -164,14 +176,15 @@ class Runtime:
             answer = self._flushes.ask(tried, answer_by, self._wake, self._alive)
             if answer is not True or time.monotonic() > deadline:
                 break
+        kept = self.checkpoints.flush(max(0.0, deadline - time.monotonic())) if self.checkpoints is not None else (0, 0)
         # A thread that gave no answer in time may hold entries nobody counted.
         unsaved = self._flushes.unsaved
         given_up = sum(cache.unsaved.lost for cache in list(self._caches))
         report = {
-            "durable": result.durable and answer is False and unsaved == given_up == 0,
-            "pending": result.pending + unsaved,
+            "durable": result.durable and answer is False and unsaved == given_up == 0 and kept == (0, 0),
+            "pending": result.pending + unsaved + kept[0],
             "dropped": result.dropped + given_up,
-            "failed": result.failed,
+            "failed": result.failed + kept[1],
             "entries": result.entries,
             "longest_durable_prefix_tokens": result.longest_durable_prefix,
         }
@@ -258,6 +271,7 @@ class Runtime:
                 "max_bytes": max((c.ram.max_bytes for c in caches), default=0),
                 "evictions": sum(c.ram.evictions for c in caches),
             },
+            "checkpoints": self.checkpoints.stats() if self.checkpoints is not None else None,
             "ssd": self._report_ssd(caches),
             "warm": self.warmer.report() if self.warmer is not None else None,
         }
@@ -283,6 +297,8 @@ class Runtime:
             self._restorer.close()
         if self._rates is not None:
             self._rates.save()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         if self._queue is not None:
             self._queue.close()
         if self._identities is not None:

@@ -134,6 +134,10 @@ class Settings:
         300.0, parse_seconds, "Seconds without use after which an entry leaves RAM for the SSD tier; 0: never.",
         shown="300", metavar="SECONDS", needs="ssd_cache",
     )  # fmt: skip
+    generation_checkpoint: int = _setting(
+        0, int, "Keep a running generation on the SSD tier every so many tokens, so that the same request goes on after a kill; 0: never.",
+        shown="off", metavar="TOKENS", needs="ssd_cache",
+    )  # fmt: skip
     writebehind: bool = _setting(
         True, parse_switch, "Write entries to the SSD tier soon after each request, in idle turns. Off: only on eviction, flush and shutdown.",
         shown="on", needs="ssd_cache",
@@ -174,7 +178,7 @@ def add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
     for f in fields(Settings):
         if command == "server" and f.metadata["upstream"]:
             continue
-        if command != "server" and f.name in ("shutdown_timeout", "admin_routes", "warm"):
+        if command != "server" and f.name in ("shutdown_timeout", "admin_routes", "warm", "generation_checkpoint"):
             continue
         text = f"{f.metadata['help']} Default: {f.metadata['shown']}. Environment: {env_name(f.name)}".replace("%", "%%")
         if f.metadata["parse"] is parse_switch:

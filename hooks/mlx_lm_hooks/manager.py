@@ -12,7 +12,7 @@ import pluggy
 
 from . import specs
 from .markers import PROJECT
-from .types import Engine, Host, Invocation, ModelSource, PluginError, PrefixCache, Route, Serves, UsageError
+from .types import Engine, GenerationCheckpoints, Host, Invocation, ModelSource, PluginError, PrefixCache, Route, Serves, UsageError
 
 PLUGIN_GROUP = "mlx_lm.plugins"
 HOST_GROUP = "mlx_lm.host"
@@ -98,6 +98,9 @@ class Plugins:
 
     def engine_started(self, engine: Engine) -> None:
         self._hook.mlx_lm_engine_started(engine=engine)
+
+    def generation_checkpoints(self) -> GenerationCheckpoints | None:
+        return self._hook.mlx_lm_generation_checkpoints()
 
     def idle_tasks(self) -> list[Callable[[], bool]]:
         return [task for task in self._hook.mlx_lm_idle_task() if task is not None]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .markers import hookspec
-from .types import Engine, Invocation, ModelSource, PrefixCache, Route, Serves
+from .types import Engine, GenerationCheckpoints, Invocation, ModelSource, PrefixCache, Route, Serves
 
 
 @hookspec
@@ -48,6 +48,11 @@ def mlx_lm_prefilled(source: ModelSource, start: int, tokens: int, seconds: floa
 @hookspec
 def mlx_lm_engine_started(engine: Engine) -> None:
     """A server's generation thread is about to start."""
+
+
+@hookspec(firstresult=True)
+def mlx_lm_generation_checkpoints() -> GenerationCheckpoints | None:
+    """What keeps the server's generations while they run, so that the same request goes on after a kill. Called once, on the generation thread, when the first request comes."""
 
 
 @hookspec

@@ -51,11 +51,31 @@ class ModelSource:
     generation: int = 0
 
 
+@dataclass(frozen=True)
+class Companion:
+    """State that a method keeps beside a prefix's caches: a draft's cache, a hidden row, a generation's position.
+
+    It belongs to exactly the tokens that it was stored with, never to a shorter
+    prefix. `schema` (lower-case letters, digits, ``.``, ``_``, ``-``) and `version`
+    say how to read it, and who does not know them must not use it; `scalars` are JSON,
+    `tensors` mlx arrays by name. The tiers keep it and do not interpret it.
+    """
+
+    schema: str
+    version: int
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Taken(NamedTuple):
-    """A reusable prefix: one cache per layer, holding the first `length` tokens."""
+    """A reusable prefix: one cache per layer, holding the first `length` tokens.
+
+    `companion` is what was stored with exactly these tokens, if anything was.
+    """
 
     caches: list[Any]
     length: int
+    companion: Companion | None = None
 
 
 Serves = Literal["server", "script"]  # what a prefix cache stands in for; see `mlx_lm_prefix_cache`
@@ -90,8 +110,10 @@ class PrefixCache(Protocol):
         The `take` that follows finds what was prepared. Calling `Engine.wake` when it is ready saves the request a wait.
         """
 
-    def put(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "assistant") -> None:
-        """Store `caches`, which hold `tokens`. The caller gives them up."""
+    def put(
+        self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "assistant", companion: Companion | None = None
+    ) -> None:
+        """Store `caches`, which hold `tokens`, and `companion` with them. The caller gives them up."""
 
     def snapshot(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "user") -> None:
         """Store a copy-on-write snapshot where a later `put` of a longer sequence could not serve `tokens`. The caller goes on using `caches`.
@@ -114,6 +136,50 @@ class PrefixCache(Protocol):
 
     def __len__(self) -> int:
         """Number of stored entries."""
+
+
+class GenerationState(NamedTuple):
+    """A generation between two tokens.
+
+    `caches` hold exactly `tokens`: the prompt and what was emitted. `pending` is
+    sampled, and neither emitted nor in the caches. Logits processors saw the tokens
+    from `context` on. `random` is mlx's random state after `pending` was sampled, as
+    two 32-bit numbers; None where generations share one and none can have its own.
+    """
+
+    tokens: list[int]
+    pending: int
+    caches: list[Any]
+    context: int = 0
+    random: tuple[int, int] | None = None
+
+
+class RequestCheckpoints(Protocol):
+    """The checkpoints of one request. Generation thread only; no method raises for a reason of its own."""
+
+    @property
+    def state(self) -> GenerationState | None:
+        """Where an interrupted generation of the same request goes on; None to begin anew. The caller owns its caches."""
+
+    def save(self, state: GenerationState) -> None:
+        """Have a checkpoint written in the background. The caller goes on using the caches."""
+
+    def end(self, completed: bool) -> None:
+        """The request was answered to its end, and its checkpoint is void at once; or it was given up, and the last one stays."""
+
+
+class GenerationCheckpoints(Protocol):
+    """Keeps generations so that they outlive the process. Generation thread only."""
+
+    @property
+    def interval(self) -> int:
+        """Tokens between two checkpoints of a request."""
+
+    def begin(self, source: ModelSource, prompt: Sequence[int], policy: str) -> RequestCheckpoints | None:
+        """A request begins. `policy` is everything but model and prompt that decides what is generated. None to leave it alone."""
+
+    def skipped(self, reason: str) -> None:
+        """A request cannot have checkpoints, for a reason in a word."""
 
 
 class Engine(Protocol):

@@ -20,6 +20,7 @@ class ColdEntry:
 
     The file holds the tokens from `start` on, those before are `parent`'s, which may
     hold more than that. `checksum` and `inode` tell this file from another at its path.
+    `companion` is the kind of companion state that goes with all its tokens, if any.
     """
 
     key: bytes = field(repr=False)
@@ -35,6 +36,7 @@ class ColdEntry:
     parent: ColdEntry | None = field(default=None, repr=False)
     checksum: str = ""
     inode: tuple[int, int] = (0, 0)
+    companion: str = ""
 
     @property
     def name(self) -> str:
@@ -86,12 +88,19 @@ class Catalog:
         with self._lock:
             index = self._indexes.get((fingerprint, namespace))
             best = index.best(key, usable) if index is not None and limit > 0 else None
-        if best is None:
-            return None
-        entry, length = best
+            if index is None or best is None:
+                return None
+            entry, length = best
+            entry = index.exact(key[: length * 8]) or entry  # only it has companion state for these tokens
         while entry.parent is not None and length <= entry.start and entry.parent.serves(length):
             entry = entry.parent
         return Found(entry, length)
+
+    def exact(self, fingerprint: str, namespace: str, key: bytes) -> ColdEntry | None:
+        """The entry of exactly these tokens."""
+        with self._lock:
+            index = self._indexes.get((fingerprint, namespace))
+            return index.exact(key) if index is not None else None
 
     def closest(self, fingerprint: str, namespace: str, key: bytes) -> Found | None:
         """The entry that shares most leading tokens with `key`, usable or not, and how many."""
@@ -105,12 +114,17 @@ class Catalog:
 
         That of the longest shared prefix, or one that it continues itself: what it
         holds behind that prefix must be no more than what need not be written, because
-        it will be kept as long as the new entry.
+        it will be kept as long as the new entry. Entries with a namespace may continue
+        those without: the numbers for the same tokens are the same.
         """
         length = len(key) // 8
+        best = None
         with self._lock:
-            index = self._indexes.get((fingerprint, namespace))
-            best = index.best(key, lambda entry, common: min(common, limit) if common < length else 0) if index is not None else None
+            for place in dict.fromkeys((namespace, "")):
+                index = self._indexes.get((fingerprint, place))
+                found = index.best(key, lambda entry, common: min(common, limit) if common < length else 0) if index is not None else None
+                if found is not None and (best is None or found[1] > best[1]):
+                    best = found
         if best is None:
             return None
         entry, start = best
@@ -123,12 +137,23 @@ class Catalog:
         return Found(entry, start)
 
     def superseded(self, meta: Meta, key: bytes) -> list[ColdEntry]:
-        """Entries that an entry of `meta` and `key` makes superfluous: strict prefixes that it can serve itself."""
+        """Entries that an entry of `meta` and `key` makes superfluous: strict prefixes that it can serve itself, which it never can with their companion state."""
         with self._lock:
             index = self._indexes.get((meta.fingerprint, meta.namespace))
             if index is None or not meta.cuttable:
                 return []
-            return [a for a in index.ancestors(key) if a.length >= meta.minimum_reusable]
+            return [a for a in index.ancestors(key) if a.length >= meta.minimum_reusable and not a.companion]
+
+    def namespaces(self, fingerprint: str) -> list[str]:
+        """The namespaces in which there are entries."""
+        with self._lock:
+            return [namespace for owner, namespace in self._indexes if owner == fingerprint]
+
+    def extending(self, fingerprint: str, namespace: str, key: bytes) -> list[ColdEntry]:
+        """The entries whose tokens begin with these, shortest first."""
+        with self._lock:
+            index = self._indexes.get((fingerprint, namespace))
+            return sorted(index.descendants(key), key=lambda entry: entry.length) if index is not None else []
 
     def knows(self, path: Path) -> bool:
         return path in self._paths
@@ -188,6 +213,8 @@ class Catalog:
             del self._names[entry.fingerprint, entry.name]
         elif index.exact(entry.key) is None:
             index.add(twins[-1])
+        if not len(index):
+            del self._indexes[entry.fingerprint, entry.namespace]
 
     def counts(self) -> tuple[int, int]:
         """Entries that continue another, and the files of the longest chain."""

@@ -16,6 +16,11 @@ writer lays the header out first, writes the body, then fills the checksums in.
   digits zeroed. Tells every flipped bit of the header.
 - ``checksums``: xxh3_64 of each tensor, 16 hex digits each, in file order.
 
+An entry with companion state (see `mlx_lm_hooks.Companion`) has another version, so
+that readers who know nothing of it leave the file alone instead of restoring half of
+it. Its tensors are the last, whole in every file, under names that begin with
+``companion.``.
+
 A file is untrusted input: every number is checked before anything is allocated.
 """
 
@@ -33,6 +38,9 @@ import xxhash
 
 FORMAT = "mlx-lm-tiered-kv"
 VERSION = "2"
+COMPANION_VERSION = "3"  # of entries with companion state
+COMPANION = "companion."  # how the names of its tensors begin
+MAX_COMPANION_TEXT = 1 << 20
 ALIGNMENT = 4096
 MAX_HEADER = 8 << 20
 MAX_TENSORS = 1 << 16
@@ -47,6 +55,7 @@ DTYPES = {
 }  # fmt: skip
 
 _NAME = re.compile(r"[0-9a-f]{32}")  # of files, and their checksums
+_SCHEMA = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _PREFIX = b'{"__metadata__":{"checksum":"'
 _MIDDLE = b'","checksums":"'
 _HASH_AT = 8 + len(_PREFIX)  # of the header's own checksum, from the start of the file
@@ -82,6 +91,21 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class CompanionMeta:
+    """What a header says of companion state: schema, version, JSON scalars, and the names of its tensors, without `COMPANION`."""
+
+    schema: str
+    version: int
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    tensors: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """What a reader must know to use it: SCHEMA/VERSION."""
+        return f"{self.schema}/{self.version}"
+
+
+@dataclass(frozen=True)
 class Meta:
     """What an entry's header says, apart from where its bytes are.
 
@@ -92,7 +116,8 @@ class Meta:
     Of a segment, `start` is the first token it holds, `parent` the name of the file
     with the tokens before it (see `directory.entry_name`), `parent_checksum` that
     file's own, and `parts` says for each tensor whether it holds the tokens from
-    `start` on only. Empty `parts` are those of a whole entry.
+    `start` on only. Empty `parts` are those of a whole entry. `companion` goes with
+    all `length` tokens, never with fewer; its tensors are the last of `tensors`.
     """
 
     fingerprint: str
@@ -110,6 +135,7 @@ class Meta:
     parent: str = ""
     parent_checksum: str = ""
     parts: tuple[bool, ...] = ()
+    companion: CompanionMeta | None = None
 
     @property
     def all_tensors(self) -> tuple[TensorSpec, ...]:
@@ -162,7 +188,7 @@ def layout(meta: Meta) -> bytearray:
         "checksum": "0" * 32,
         "checksums": "0" * 16 * len(tensors),
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if meta.companion is None else COMPANION_VERSION,
         "fingerprint": meta.fingerprint,
         "namespace": meta.namespace,
         "length": str(meta.length),
@@ -179,6 +205,10 @@ def layout(meta: Meta) -> bytearray:
         "signatures": _compact(meta.signatures),
         "provenance": _compact(dict(meta.provenance)),
     }
+    if (companion := meta.companion) is not None:
+        metadata["companion"] = _compact(
+            {"schema": companion.schema, "version": companion.version, "scalars": dict(companion.scalars), "tensors": companion.tensors}
+        )
     table: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for spec in tensors:
@@ -233,7 +263,7 @@ def parse(header: bytes, size: int) -> Header:
         raise BadEntry("The metadata holds something that is not a string.")
     if texts.get("format") != FORMAT:
         raise BadEntry("The file is not an entry of this program.")
-    if texts.get("version") != VERSION:
+    if texts.get("version") not in (VERSION, COMPANION_VERSION):
         raise ForeignEntry("The file has another format version.")
     if not 1 <= len(table) <= MAX_TENSORS:
         raise BadEntry(f"The file claims {len(table)} tensors.")
@@ -251,6 +281,7 @@ def parse(header: bytes, size: int) -> Header:
     sums = _text(texts, "checksums")
     if len(sums) != 16 * len(specs):
         raise BadEntry("There is not one checksum for each tensor.")
+    companion = _companion(texts.get("companion"), texts["version"] == COMPANION_VERSION, specs[1:], parts)
     meta = Meta(
         fingerprint=_text(texts, "fingerprint"),
         namespace=_text(texts, "namespace"),
@@ -267,6 +298,7 @@ def parse(header: bytes, size: int) -> Header:
         parent=parent,
         parent_checksum=parent_checksum,
         parts=parts,
+        companion=companion,
     )
     checksum = header[_HASH_AT : _HASH_AT + 32].decode()
     return Header(meta, len(header), offsets, tuple(sums[i : i + 16] for i in range(0, len(sums), 16)), checksum)
@@ -280,6 +312,29 @@ def _parts(value: Any, specs: tuple[TensorSpec, ...], tokens: int) -> tuple[bool
         if part and (spec.grow_axis is None or spec.shape[spec.grow_axis] != tokens):
             raise BadEntry(f"Tensor {spec.name[:80]!r} is no part for {tokens} tokens.")
     return tuple(value[1:])
+
+
+def _companion(text: str | None, wanted: bool, specs: tuple[TensorSpec, ...], parts: tuple[bool, ...]) -> CompanionMeta | None:
+    """The companion state of a header, which entries of its version have and no others."""
+    named = [spec.name for spec in specs if spec.name.startswith(COMPANION)]
+    if (text is not None) != wanted or (named and not wanted):
+        raise BadEntry("The metadata and the version disagree about companion state.")
+    if text is None:
+        return None
+    if len(text) > MAX_COMPANION_TEXT:
+        raise BadEntry("The companion state's scalars are too long.")
+    value = _object(_parse_json(text), "companion state")
+    if value.keys() != {"schema", "version", "scalars", "tensors"}:
+        raise BadEntry("The companion state has other fields than schema, version, scalars and tensors.")
+    schema, version = value["schema"], value["version"]
+    if not isinstance(schema, str) or not _SCHEMA.fullmatch(schema) or not _counts([version], 1 << 31):
+        raise BadEntry("The companion state has no proper schema.")
+    names = _strings(value["tensors"])
+    if named != [COMPANION + name for name in names] or named != [spec.name for spec in specs[len(specs) - len(names) :]]:
+        raise BadEntry("The companion state's tensors are not the last ones.")
+    if any(parts[len(parts) - len(names) :]):
+        raise BadEntry("The companion state's tensors are not whole.")
+    return CompanionMeta(schema, version, _object(value["scalars"], "companion state's scalars"), names)
 
 
 def _tensors(table: dict[str, Any], grow_axes: Any, size: int) -> tuple[tuple[TensorSpec, ...], tuple[int, ...]]:
@@ -330,7 +385,7 @@ def _number(texts: dict[str, Any], key: str) -> int:
 
 def _strings(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise BadEntry("The signatures are not a list of strings.")
+        raise BadEntry("The metadata holds something that is not a list of strings.")
     return tuple(value)
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_lm_hooks import Companion
+
 from .. import caches as kinds
 from ..identity import Identity
 from .arrays import spec_of
-from .format import Meta
+from .format import COMPANION, CompanionMeta, Meta
 
 MAX_ATTEMPTS = 5
 
@@ -27,6 +29,7 @@ class Job:
     role: str = "assistant"
     kept: bool = False  # whether RAM keeps the entry as well: then the job is a snapshot, else it holds all there is
     urgent: bool = False  # not to wait until no request runs; written in small shares of the time then
+    companion: Companion | None = field(default=None, repr=False)
 
     # The queue's own:
     nbytes: int = 0
@@ -50,13 +53,15 @@ class Job:
 
     def measure(self) -> None:
         """Look at the caches: their bytes, and how far they can be cut. Generation thread only."""
-        self.nbytes = kinds.nbytes(self.caches)
+        self.nbytes = kinds.nbytes(self.caches) + companion_nbytes(self.companion)
         self.shortest = shortest_cut(self.caches, self.length)
 
     def covers(self, other: Job) -> bool:
-        """Whether this job's entry will serve the other's tokens."""
+        """Whether this job's entry will serve the other's tokens, with the companion state they have."""
         if (self.identity.fingerprint, self.namespace) != (other.identity.fingerprint, other.namespace):
             return False
+        if other.companion is not None:
+            return self.key == other.key
         return self.key == other.key or (self.key.startswith(other.key) and other.length >= self.shortest)
 
     def serves(self, length: int) -> bool:
@@ -92,17 +97,31 @@ def describe(job: Job) -> tuple[Meta, dict[str, mx.array]]:
     if held is not None and held != job.length:
         raise ValueError(f"the caches hold {held} tokens, the key {job.length}")
     dumped = kinds.dump(job.caches)
+    specs = [spec_of(name, tensor.array, tensor.grow_axis) for name, tensor in dumped.tensors.items()]
+    arrays = {name: tensor.array for name, tensor in dumped.tensors.items()}
+    beside = None
+    if job.companion is not None:
+        held = {COMPANION + name: array for name, array in job.companion.tensors.items()}
+        specs += [spec_of(name, array, None) for name, array in held.items()]
+        arrays |= held
+        beside = CompanionMeta(job.companion.schema, job.companion.version, job.companion.scalars, tuple(job.companion.tensors))
     shortest = shortest_cut(job.caches, job.length)
     meta = Meta(
         fingerprint=job.identity.fingerprint,
         namespace=job.namespace,
         length=job.length,
-        tensors=tuple(spec_of(name, tensor.array, tensor.grow_axis) for name, tensor in dumped.tensors.items()),
+        tensors=tuple(specs),
         descriptors=dumped.descriptors,
         signatures=tuple(kinds.signatures(job.caches)),
         cuttable=shortest < job.length,
         minimum_reusable=shortest,
         role=job.role,
         provenance=job.identity.provenance,
+        companion=beside,
     )
-    return meta, {name: tensor.array for name, tensor in dumped.tensors.items()}
+    return meta, arrays
+
+
+def companion_nbytes(companion: Companion | None) -> int:
+    """Bytes of its tensors."""
+    return sum(array.nbytes for array in companion.tensors.values()) if companion is not None else 0

@@ -7,11 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from mlx_lm_hooks import Companion
+
 from .. import caches as kinds
 from .catalog import ColdEntry
-from .format import BadEntry, ForeignEntry, Meta
+from .format import COMPANION, BadEntry, ForeignEntry, Meta
 from .health import Checking
 from .reader import Assembly, EntryReader, open_entry, shared
+
+
+class Restored(list[Any]):
+    """An entry's caches, one per layer, and the companion state that goes with all of its tokens."""
+
+    companion: Companion | None = None
 
 
 class Lost(Exception):
@@ -85,7 +93,7 @@ class Restore:
                     self._used(reader.fd)
         self._assembly, self._meta, self._status = assembly, meta, status
 
-    def caches(self) -> list[Any]:
+    def caches(self) -> Restored:
         """What was read. Generation thread only, once, after `steps` came to their end. Raises Damaged."""
         assembly, self._assembly = self._assembly, None
         assert assembly is not None and self._meta is not None and self._status is not None
@@ -108,7 +116,7 @@ def _check_chain(entry: ColdEntry, readers: list[EntryReader]) -> list[int]:
         meta = reader.header.meta
         with _blaming(one, reader.status):
             own = reader.key()
-        sound = (meta.fingerprint, meta.namespace, meta.parent_checksum) == (entry.fingerprint, entry.namespace, before)
+        sound = (meta.fingerprint, meta.namespace, meta.parent_checksum) == (one.fingerprint, one.namespace, before)
         if not sound or not (starts[-1] if starts else -1) < meta.start <= len(key) // 8:
             raise Lost(one)
         key = key[: meta.start * 8] + own
@@ -130,13 +138,17 @@ def _blaming(entry: ColdEntry, status: os.stat_result) -> Iterator[None]:
         raise Damaged(str(error), entry, status) from error
 
 
-def _load(meta: Meta, arrays: dict[str, Any]) -> list[Any]:
+def _load(meta: Meta, arrays: dict[str, Any]) -> Restored:
     """Caches from checked parts. Raises BadEntry when they do not fit together, whatever the caches made of them."""
+    beside = meta.companion
+    tensors = {name: arrays.pop(COMPANION + name) for name in beside.tensors} if beside is not None else {}
     try:
-        caches = kinds.load(meta.descriptors, arrays)
+        caches = Restored(kinds.load(meta.descriptors, arrays))
         length = kinds.length(caches)
     except Exception as error:
         raise BadEntry(f"The caches cannot be put together ({error}).") from error
     if length is not None and length != meta.length:
         raise BadEntry(f"The caches hold {length} tokens, the header says {meta.length}.")
+    if beside is not None:
+        caches.companion = Companion(beside.schema, beside.version, beside.scalars, tensors)
     return caches

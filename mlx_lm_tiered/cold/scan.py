@@ -34,7 +34,8 @@ class Segment:
             return None
         if parent is not None and not (
             (parent.checksum, parent.name) == (meta.parent_checksum, meta.parent)
-            and (parent.fingerprint, parent.namespace) == (meta.fingerprint, meta.namespace)
+            and parent.fingerprint == meta.fingerprint
+            and parent.namespace in ("", meta.namespace)
             and parent.start < meta.start <= parent.length
         ):
             return None
@@ -62,6 +63,7 @@ def cold_entry(
         parent=parent,
         checksum=checksum,
         inode=inode,
+        companion=meta.companion.kind if meta.companion is not None else "",
     )
 
 

@@ -104,6 +104,11 @@ class SpillQueue:
             job, length = best
             return job, job.caches, length  # the list: a job that is given up takes a new one
 
+    def namespaces(self, fingerprint: str) -> list[str]:
+        """The namespaces in which this model has jobs."""
+        with self._condition:
+            return list({job.namespace for job in self._pending if job.identity.fingerprint == fingerprint})
+
     def turn(self) -> bool:
         """Turn one tensor into bytes for the writer. True when more can be done right now. Never waits for the writer."""
         return not self._closed and self._feeder.turn()

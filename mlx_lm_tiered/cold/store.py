@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,10 @@ from .health import Bounded, Checking, Outage, logger
 from .listing import Listed, listing
 from .placing import continued_file, remove_superseded
 from .indexing import Indexing
-from .restore import Damaged, Lost, Restore
+from .restore import Damaged, Lost, Restore, Restored
 from .restoring import Restoring
 from .scan import cold_entry
-from .segments import ChainFull, Continuation, NotIdentical, continuation, inode
+from .segments import ChainFull, Continuation, NotIdentical, Stale, continuation, inode
 from .writer import EntryWriter
 
 __all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "NotIdentical", "Unavailable"]
@@ -84,6 +84,10 @@ class ColdStore:
         self.attach(fingerprint)
         return self._catalog.find(fingerprint, namespace, key, limit)
 
+    def namespaces(self, fingerprint: str) -> list[str]:
+        """The namespaces in which this model has entries."""
+        return self._catalog.namespaces(fingerprint)
+
     def closest(self, fingerprint: str, namespace: str, key: bytes) -> Found | None:
         """The entry that shares most leading tokens with `key`, usable or not, and how many: why a lookup did not find more."""
         return self._catalog.closest(fingerprint, namespace, key)
@@ -98,7 +102,7 @@ class ColdStore:
 
     def _covered(self, fingerprint: str, namespace: str, key: bytes, look: Callable[[Path], object]) -> bool:
         length = len(key) // 8
-        while (found := self.find(fingerprint, namespace, key, length)) and found.length == length:
+        while (found := self._serving(fingerprint, namespace, key)) and found.length == length:
             for entry in reversed(found.entry.chain):
                 try:
                     look(entry.path)
@@ -112,9 +116,18 @@ class ColdStore:
                 return True
         return False
 
+    def _serving(self, fingerprint: str, namespace: str, key: bytes) -> Found | None:
+        """What serves these tokens with all that is stored for them: longer entries do where there is no companion state."""
+        length = len(key) // 8
+        if not namespace:
+            return self.find(fingerprint, namespace, key, length)
+        self.attach(fingerprint)
+        entry = self._catalog.exact(fingerprint, namespace, key)
+        return Found(entry, length) if entry is not None else None
+
     # Restoring
 
-    def restore(self, entry: ColdEntry) -> list[Any] | None:
+    def restore(self, entry: ColdEntry) -> Restored | None:
         """The entry's caches, with room to grow; None when it cannot be had any more. Generation thread only.
 
         A damaged file is quarantined, one that has gone is forgotten, and with either
@@ -192,6 +205,45 @@ class ColdStore:
                 proof.close()
             raise
 
+    def begin_next(self, parent: ColdEntry, key: bytes, meta: Meta) -> EntryWriter:
+        """The same for an entry that goes on from the end of `parent`, of whose tensors only the slots of the new tokens are written.
+
+        `meta` is still that of the whole entry. The caller vouches that its numbers for
+        the tokens before are the parent's. Raises BadEntry for a parent that is
+        gone or that the entry's tensors do not continue, and what `begin` raises.
+        """
+        if self._outage.retry_in("write") > 0:
+            raise Unavailable("The cache directory failed lately.")
+        meta = replace(meta, fingerprint=parent.fingerprint, length=len(key) // 8, created=time.time_ns())
+        try:
+            proof = Continuation(Found(parent, parent.length), meta)
+        except Stale as error:
+            raise BadEntry(str(error)) from error
+        try:
+            return self._open(meta, key, proof, partial=True)
+        except BaseException:
+            proof.close()
+            raise
+
+    def newest(self, fingerprint: str, namespace: str, key: bytes, companion: str) -> ColdEntry | None:
+        """The longest entry whose tokens begin with these and that has companion state of this kind."""
+        found = [entry for entry in self._catalog.extending(fingerprint, namespace, key) if entry.companion == companion]
+        return found[-1] if found else None
+
+    def discard(self, fingerprint: str, namespace: str, keep: Iterable[ColdEntry] = ()) -> int:
+        """Delete the entries of a namespace that those of `keep` do not need; returns how many went. Raises OSError."""
+        needed = {one for entry in keep for one in entry.chain}
+        doomed = [entry for entry in reversed(self._catalog.extending(fingerprint, namespace, b"")) if entry not in needed]
+        if not doomed:
+            return 0
+        with self._directory.locked():
+            for entry in doomed:
+                if inode(entry.path) == entry.inode:
+                    entry.path.unlink(missing_ok=True)
+                self._catalog.forget(entry.path, entry)
+        self._measure()
+        return len(doomed)
+
     def _continuation(self, meta: Meta, key: bytes, limit: int) -> Continuation | None:
         try:
             return continuation(self._catalog, meta, key, limit)
@@ -202,8 +254,8 @@ class ColdStore:
             self._log.warn("read", "SSD cache: what an entry continues could not be read (%s)", error, limit=1)
         return None
 
-    def _open(self, meta: Meta, key: bytes, proof: Continuation | None) -> EntryWriter:
-        partial, fd = None, -1
+    def _open(self, meta: Meta, key: bytes, proof: Continuation | None, partial: bool = False) -> EntryWriter:
+        temporary, fd = None, -1
         keep = {one.path for one in self._catalog.superseded(meta, key)}
         try:
             self._directory.prepare()
@@ -211,8 +263,10 @@ class ColdStore:
                 if proof is not None:
                     try:
                         self._evict(file_size(proof.meta), frozenset(keep), frozenset(one.path for one in proof.chain))
-                    except DirectoryFull:  # without the chain there may be room for the whole entry
-                        proof.close()
+                    except DirectoryFull:
+                        if partial:
+                            raise
+                        proof.close()  # without the chain there may be room for the whole entry
                         proof = None
                 if proof is not None:
                     meta = proof.meta
@@ -220,11 +274,12 @@ class ColdStore:
                 size = file_size(meta)
                 if proof is None:
                     self._evict(size, frozenset({path, *keep}))
-                partial, fd = self._directory.create_partial(size)
+                temporary, fd = self._directory.create_partial(size)
             writer = EntryWriter(
-                partial, fd, meta, key,
+                temporary, fd, meta, key,
                 publish=lambda done: self._publish(done, path, writer, key, proof),
                 proof=proof,
+                partial=partial,
                 wrote=lambda size: self._add("written_bytes", size),
             )  # fmt: skip
             return writer
@@ -233,8 +288,8 @@ class ColdStore:
             self._log.warn("large", "SSD cache: %d tokens are not stored: %s", meta.length, error)
             raise
         except OSError as error:
-            if partial is not None:
-                _discard(partial, fd)
+            if temporary is not None:
+                _discard(temporary, fd)
             self.write_failed(error)
             raise
 

@@ -35,7 +35,8 @@ class EntryWriter:
     """Writes the tensors of `meta` in their order, each in one or more pieces, then commits. One thread at a time.
 
     Tensors come whole (`meta.whole`), also for a segment: `proof` takes what the
-    parents hold and raises NotIdentical when they hold something else. `fd` is open on
+    parents hold and raises NotIdentical when they hold something else. With `partial`
+    they come as they are in the file, without what parents hold. `fd` is open on
     the file at `path`. `publish(path)` puts the finished, synced file in place.
     `wrote` is told every write's bytes. All methods raise OSError; after that, or when
     given up, `abort`.
@@ -49,6 +50,7 @@ class EntryWriter:
         key: bytes,
         publish: Callable[[Path], None],
         proof: Proof | None = None,
+        partial: bool = False,
         wrote: Callable[[int], None] = lambda size: None,
     ):
         self.meta = meta
@@ -59,7 +61,8 @@ class EntryWriter:
         self._proof = proof
         self._wrote = wrote
         self._header = fmt.layout(meta)
-        self._specs = (meta.all_tensors[0], *meta.whole)
+        self._proves = proof is not None and not partial
+        self._specs = (meta.all_tensors[0], *(meta.tensors if partial else meta.whole))
         self.size = len(self._header) + sum(spec.nbytes for spec in meta.all_tensors)
         self._at = len(self._header)
         self._checksums: list[str] = []
@@ -74,7 +77,7 @@ class EntryWriter:
         spec = self._specs[number] if not self.finished else None
         if spec is None or name != spec.name:
             raise ValueError(f"It is not the turn of tensor {name!r}.")
-        proven = self._proof is not None and number > 0 and self.meta.by_token[number - 1]
+        proven = self._proves and number > 0 and self.meta.by_token[number - 1]
         if self._left == 0:
             self._left = spec.nbytes
             if self._proof is not None and proven:

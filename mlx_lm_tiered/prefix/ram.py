@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_lm_hooks import Companion
+
 from .. import caches as kinds
 from .index import PrefixIndex
 
@@ -30,7 +32,7 @@ def usable_length(tokens: Sequence[int], common: int, length: int, can_cut: Call
 
 @dataclass(eq=False)
 class Entry:
-    """One stored prefix. `caches` hold exactly the tokens of `key` and are never written to again."""
+    """One stored prefix. `caches` hold exactly the tokens of `key` and are never written to again; `companion` goes with all of them, never with fewer."""
 
     namespace: Hashable
     source: Any
@@ -38,12 +40,14 @@ class Entry:
     length: int
     caches: list[Any]
     role: str
+    companion: Companion | None = None
     settled: bool = False  # whether its arrays are computed
     last_used: float = field(default_factory=time.monotonic)
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = kinds.nbytes(self.caches)
+        beside = self.companion.tensors.values() if self.companion is not None else ()
+        self.nbytes = kinds.nbytes(self.caches) + sum(array.nbytes for array in beside)
 
     def serves(self, length: int) -> bool:
         """Whether its first `length` tokens can be reused."""
@@ -89,7 +93,10 @@ class RamTier:
         def usable(entry: Entry, common: int) -> int:
             return usable_length(tokens, common, entry.length, entry.serves)
 
-        return self._indexes[namespace].best(key, usable)
+        best = self._indexes[namespace].best(key, usable)
+        if best is not None and best[0].length > best[1] and (exact := self._indexes[namespace].exact(key[: best[1] * 8])) is not None:
+            return exact, best[1]  # need not be cut, and may have companion state
+        return best
 
     def closest(self, namespace: Hashable, key: bytes) -> tuple[Entry, int] | None:
         """The entry that shares most leading tokens with `key`, usable or not, and how many."""
@@ -106,7 +113,7 @@ class RamTier:
         self._order.move_to_end(entry)
 
     def covering(self, namespace: Hashable, key: bytes, length: int) -> Entry | None:
-        """An entry from which exactly these tokens can be served."""
+        """An entry from which exactly these tokens can be served, without companion state."""
         if namespace not in self._indexes:
             return None
         return next((e for e in self._indexes[namespace].descendants(key) if e.serves(length)), None)
@@ -115,15 +122,19 @@ class RamTier:
         """Store an entry as the most recently used. False when it alone is over the cap.
 
         It replaces the entry of the same tokens, and the entries of its prefixes that
-        it can serve itself: an entry that cannot be cut must leave them.
+        it can serve itself: an entry that cannot be cut must leave them, and companion
+        state is never served by another.
         """
         if entry.nbytes > self.max_bytes or self.max_entries == 0:
             return False
         index = self._indexes[entry.namespace]
         if (same := index.exact(entry.key)) is not None:
+            if same.companion is not None and entry.companion is None:
+                self.touch(same)
+                return True
             self.remove(same)
         for ancestor in index.ancestors(entry.key):
-            if entry.serves(ancestor.length):
+            if ancestor.companion is None and entry.serves(ancestor.length):
                 self.remove(ancestor)
         self._indexes[entry.namespace].add(entry)
         self._order[entry] = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 from mlx_lm_hooks import ModelSource, Taken
 
 from .. import caches as kinds
+from ..cold.restore import Restored
 from ..cold.spill import Job, SpillQueue
-from ..cold.store import ColdEntry, ColdStore
+from ..cold.store import ColdEntry, ColdStore, Found
 from ..identity import Identity, IdentityResolver
 from ..statistics import Statistics
 from .choice import Chooser, Decision, candidates
@@ -25,6 +25,9 @@ from .rates import KEPT_CHUNKS, Rates
 PATIENCE = 10.0
 UNSERVED = 64  # requests whose decision is remembered until they are served
 TRIES = 3  # entries that one request tries to restore
+# How the namespaces of entries with companion state begin: they are stored beside those
+# without, which neither serve for them nor give way to them.
+BESIDE = "companion:"
 
 
 class SsdTier:
@@ -61,7 +64,7 @@ class SsdTier:
     def locate(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> tuple[ColdEntry, int] | None:
         """The entry to restore for `tokens`, and how many of them it serves, if that is more than `longer_than` and expected to pay. Looks at the index only."""
         identity = self._identity(source, 0)
-        found = self._store.find(identity.fingerprint, "", key, len(tokens) - 1) if identity is not None else None
+        found = self._find(identity.fingerprint, key, len(tokens) - 1) if identity is not None else None
         if identity is None or found is None or self.chooser.mode == "never":
             return None
 
@@ -96,14 +99,14 @@ class SsdTier:
             while early:
                 self.chooser.rates.prefilled(identity.fingerprint, *early.popleft())
 
-    def cut(self, entry: ColdEntry, caches: list[Any], length: int) -> Taken | None:
-        """The first `length` tokens of an entry's caches, which the caller gives up."""
+    def cut(self, entry: ColdEntry, caches: Restored, length: int) -> Taken | None:
+        """The first `length` tokens of an entry's caches, which the caller gives up; all of them with their companion state."""
         if length < entry.length:
             if not kinds.can_cut(caches, length):
                 self._statistics.fault("restored_uncuttable", "a restored entry could not be cut to the shared prefix")
                 return None
-            caches = kinds.lend(caches, length)
-        return Taken(caches, length)
+            return Taken(kinds.lend(caches, length), length)
+        return Taken(caches, length, caches.companion)
 
     def settled(self, source: ModelSource) -> bool:
         """Whether all that can be found is found: the model's fingerprint is known and its headers are read, or the patience for that is at its end. Never waits."""
@@ -119,6 +122,15 @@ class SsdTier:
             return False
         self._patience[source] = 0.0
         return True
+    def _find(self, fingerprint: str, key: bytes, limit: int) -> Found | None:
+        """The entry that serves the longest prefix; among those of one length one that has companion state to it."""
+        best = self._store.find(fingerprint, "", key, limit)
+        for namespace in self._store.namespaces(fingerprint):
+            if namespace.startswith(BESIDE):
+                found = self._store.find(fingerprint, namespace, key, limit)
+                if found is not None and (best is None or (found.length, found.length == found.entry.length) > (best.length, False)):
+                    best = found
+        return best
 
     def _found(self, source: ModelSource) -> Identity | None:
         """The model's identity, its entries indexed, or as much of that as the patience left for it gives."""
@@ -135,11 +147,12 @@ class SsdTier:
         """What waits to be written and serves the longest prefix of `key`, as an entry to lend from, and that length (see `PrefixIndex.best`)."""
         if (identity := self._identity(source, 0)) is None:
             return None
-        found = self._queue.find(identity.fingerprint, "", key, usable)
-        if found is None:
+        places = ["", *(place for place in self._queue.namespaces(identity.fingerprint) if place.startswith(BESIDE))]
+        found = [one for place in places if (one := self._queue.find(identity.fingerprint, place, key, usable)) is not None]
+        if not found:
             return None
-        job, caches, length = found
-        return Entry(namespace, source, job.key, job.length, caches, job.role, settled=True), length
+        job, caches, length = max(found, key=lambda one: (one[2], one[0].length == one[2] and one[0].companion is not None))
+        return Entry(namespace, source, job.key, job.length, caches, job.role, job.companion, settled=True), length
 
     def closest(self, source: ModelSource, key: bytes) -> tuple[int, int] | None:
         """Length of the stored sequence that shares most leading tokens with `key`, and how many it shares."""
@@ -175,19 +188,19 @@ class SsdTier:
         identity = self._identity(entry.source, 0)
         if identity is None:
             return not self._identities.pending(entry.source)
-        self._queue.offer(Job(identity, "", entry.key, entry.caches, entry.role, kept))
+        self._queue.offer(Job(identity, _namespace(entry), entry.key, entry.caches, entry.role, kept, entry.companion))
         return True
 
     def covers(self, entry: Entry) -> bool:
         """Whether the directory holds these tokens durably. True for entries of a model that cannot be identified: nothing will ever be written of them."""
-        return self.covers_tokens(entry.source, entry.key)
+        return self.covers_tokens(entry.source, entry.key, _namespace(entry))
 
-    def covers_tokens(self, source: ModelSource, key: bytes) -> bool:
+    def covers_tokens(self, source: ModelSource, key: bytes, namespace: str = "") -> bool:
         """The same for a model and a key."""
         identity = self._identity(source, 0)
         if identity is None:
             return not self._identities.pending(source)
-        return self._store.covers(identity.fingerprint, "", key)
+        return self._store.covers(identity.fingerprint, namespace, key)
 
     def holds(self, entry: Entry) -> bool:
         """Whether the directory holds these tokens, so that they can come back from there."""
@@ -195,3 +208,9 @@ class SsdTier:
 
     def _identity(self, source: ModelSource, timeout: float) -> Identity | None:
         return self._identities.get(source, timeout) if source.path is not None else None
+
+
+def _namespace(entry: Entry) -> str:
+    """Where an entry is stored: its companion state's schema and version tell who can use it."""
+    beside = entry.companion
+    return f"{BESIDE}{beside.schema}/{beside.version}" if beside is not None else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_lm_hooks import ModelSource, Taken
+from mlx_lm_hooks import Companion, ModelSource, Taken
 
 from .. import caches as kinds
 from ..statistics import Statistics
@@ -94,9 +94,11 @@ class TieredPrefixCache:
             self._statistics.fault("prepare", f"restoring a prefix ahead failed ({error!r})")
             return None
 
-    def put(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "assistant") -> None:
+    def put(
+        self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "assistant", companion: Companion | None = None
+    ) -> None:
         try:
-            self._put(source, tokens, caches, role)
+            self._put(source, tokens, caches, role, companion)
         except Exception as error:
             self._statistics.fault("put", f"storing a prefix failed ({error!r})")
 
@@ -191,7 +193,9 @@ class TieredPrefixCache:
             self.ram.touch(entry)
         elif not kinds.stay_cuttable(entry.caches):
             self.ram.put(entry)  # as with those that are restored
-        return Taken(kinds.lend(entry.caches, length if length < entry.length else None), length), tier
+        if length < entry.length:
+            return Taken(kinds.lend(entry.caches, length), length), tier
+        return Taken(kinds.lend(entry.caches), length, entry.companion), tier
 
     def _in_memory(self, namespace: Hashable, source: ModelSource, tokens: Sequence[int], key: bytes) -> tuple[tuple[Entry, int] | None, str]:
         """The entry that serves the longest prefix without reading anything, with that length, and where it is."""
@@ -214,19 +218,24 @@ class TieredPrefixCache:
         if kinds.stay_cuttable(restored.caches):
             return restored
         key = token_key(tokens[: restored.length])
-        self.ram.put(Entry(namespace, source, key, restored.length, restored.caches, "user"))
-        return Taken(kinds.lend(restored.caches), restored.length)
+        self.ram.put(Entry(namespace, source, key, restored.length, restored.caches, "user", restored.companion))
+        return restored._replace(caches=kinds.lend(restored.caches))
 
-    def _put(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], role: str) -> None:
+    def _put(
+        self, source: ModelSource, tokens: Sequence[int], caches: list[Any], role: str, companion: Companion | None = None
+    ) -> None:
         caches, held = self._agreeing(tokens, caches)
         if held == 0:
             return
         key = token_key(tokens[:held])
         namespace = self._namespace(source)
-        if (covering := self.ram.covering(namespace, key, held)) is not None and covering.length > held:
+        if held < len(tokens):
+            companion = None  # it belongs to all the tokens
+        covering = self.ram.covering(namespace, key, held) if companion is None else None
+        if covering is not None and covering.length > held:
             self.ram.touch(covering)
             return
-        entry = Entry(namespace, source, key, held, caches, role)
+        entry = Entry(namespace, source, key, held, caches, role, companion)
         self._statistics.count("puts")
         if not self.ram.put(entry):
             self._statistics.count("larger_than_ram_tier")

@@ -46,7 +46,7 @@ class Unsaved:
         """Have an entry wait, in place of those that it serves itself."""
         index = self._indexes.setdefault(entry.namespace, PrefixIndex())
         for other in [*index.ancestors(entry.key), index.exact(entry.key)]:
-            if other is not None and entry.serves(other.length):
+            if other is not None and entry.serves(other.length) and (other.companion is None or entry.companion is not None and entry.key == other.key):
                 self.remove(other)
         self._entries[entry] = None
         self._indexes.setdefault(entry.namespace, index).add(entry)
@@ -88,7 +88,7 @@ class Unsaved:
                 self._lost_bytes -= len(key)
 
     def _lose(self, entry: Entry) -> None:
-        if self._lost_bytes + len(entry.key) > LOST_BYTES:
+        if self._lost_bytes + len(entry.key) > LOST_BYTES or entry.companion is not None:
             self._forgotten += 1
         elif (entry.namespace, entry.key) not in self._lost:
             self._lost[entry.namespace, entry.key] = entry.source

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm_hooks.manager import Plugins
-from mlx_lm_hooks.types import Invocation, ModelSource, PrefixCache
+from mlx_lm_hooks.types import GenerationCheckpoints, Invocation, ModelSource, PrefixCache
 
 log = logging.getLogger("mlx_lm_patches")
 
@@ -34,6 +34,8 @@ class _ThreadState(threading.local):
     client: Any = None  # whose request this HTTP thread answers
     fetch: Fetch | None = None
     segments: tuple[list[list[int]], list[str]] | None = None
+    asked: Any = None  # a `checkpointing.Asked`
+    following: Any = None  # a `checkpointing.Following`
 
 
 class Runtime:
@@ -56,6 +58,7 @@ class Runtime:
         self._lock = threading.Lock()
         self._script_prefixes: PrefixCache | None = None
         self._script_asked = False
+        self._checkpoints: list[GenerationCheckpoints | None] = []
 
     def fault(self, where: str, error: BaseException) -> None:
         """Note a plugin's fault: one warning a place, the details at debug level. Serving goes on without."""
@@ -104,6 +107,12 @@ class Runtime:
             self._script_asked = True
             self._script_prefixes = self.plugins.prefix_cache(None, None, "script")
         return self._script_prefixes
+
+    def checkpoints(self) -> GenerationCheckpoints | None:
+        """What keeps generations, asked for on first use; None when no plugin does."""
+        if not self._checkpoints:
+            self._checkpoints.append(self.plugins.generation_checkpoints())
+        return self._checkpoints[0]
 
 
 def kv_scheme(kv_bits: Any, group_size: Any, start: Any) -> str:

@@ -38,7 +38,7 @@ def test_no_hook_is_documented_that_there_is_not():
 def test_every_key_of_an_entrys_header_is_documented():
     import json
 
-    header = fmt.layout(fmt.Meta("ab" * 16, "", 1, (), []))
+    header = fmt.layout(fmt.Meta("ab" * 16, "", 1, (), [], companion=fmt.CompanionMeta("draft", 1)))
     keys = json.loads(bytes(header[8:]))["__metadata__"].keys()
     page = (ROOT / "docs/file-format.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(keys)

@@ -204,6 +204,7 @@ EFFECTS = {
     "ssd_restore": "test_paying.py::test_25_what_is_faster_is_done_and_the_tokens_are_the_same",
     "ssd_queue": "test_directory.py::test_28_the_queues_size_and_the_least_prefix_are_kept",
     "ssd_demote_idle": "test_demotion.py::test_an_idle_entry_leaves_ram_and_comes_back",
+    "generation_checkpoint": "test_checkpoints.py::test_a_killed_generation_goes_on",
     "writebehind": "test_restart.py::test_without_writebehind_a_flush_still_saves",
     "shutdown_timeout": "test_restart.py::test_the_shutdown_timeout_holds",
     "warm": "test_warm.py::test_a_warmed_prompt_hits_and_what_is_stored_is_left_alone",

@@ -42,7 +42,8 @@ def test_flag_beats_environment_beats_default(tmp_path):
 @pytest.mark.parametrize("name", [f for f in Settings.__dataclass_fields__])
 def test_every_flag_has_an_environment_name(name):
     samples = {
-        "ssd_cache": "/nowhere/kv", "ssd_cache_max": "1GB", "ssd_cache_verify": "never", "ssd_restore": "always", "ssd_queue": "7MB", "ssd_demote_idle": "9", "writebehind": "0",
+        "ssd_cache": "/nowhere/kv", "ssd_cache_max": "1GB", "ssd_cache_verify": "never", "ssd_restore": "always", "ssd_queue": "7MB", "ssd_demote_idle": "9",
+        "generation_checkpoint": "256", "writebehind": "0",
         "warm": "prompts.jsonl", "shutdown_timeout": "3", "admin_routes": "all", "prompt_cache_bytes": "1GB", "prompt_cache_size": "3", "prompt_cache_min_tokens": "9",
     }  # fmt: skip
     environ = {env_name("ssd_cache"): "/nowhere/kv", env_name(name): samples[name]}

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm_hooks.types import ModelSource, Preparation, Taken
 
+from .. import checkpointing
 from ..runtime import Fetch, Runtime
 from ..seam import Seam
 
@@ -22,10 +23,13 @@ def build(original: type, runtime: Runtime) -> type:
             self._prefixes = runtime.plugins.prefix_cache(*runtime.limits(max_size, max_bytes), "server") if runtime.active else None
 
         def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+            source = runtime.source_for(model)
+            if runtime.here.asked is not None and checkpointing.begin(runtime, source, tokens):
+                runtime.here.fetch = None
+                return None, tokens
             caches, rest = self._upstream_fetch(model, tokens)
             if self._prefixes is None:
                 return caches, rest
-            source = runtime.source_for(model)
             taken = self._take(source, tokens)
             if taken is not None and taken.length > len(tokens) - len(rest):
                 caches, rest = taken.caches, tokens[taken.length :]

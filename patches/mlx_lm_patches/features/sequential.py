@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from .. import checkpointing, singly
 from ..holding import mark, remembering
 from ..progress import Progress, stoppable
 from ..runtime import Fetch, Runtime
@@ -27,6 +28,7 @@ def build_tokenize(original: Callable[..., Any], runtime: Runtime) -> Callable[.
     def _tokenize(self: Any, tokenizer: Any, request: Any, args: Any) -> Any:
         result = remembered(self, tokenizer, request, args)
         runtime.here.segments = (result[1], result[2])
+        checkpointing.asked(runtime, self, request, args, result)
         return result
 
     mark(_tokenize)
@@ -34,7 +36,19 @@ def build_tokenize(original: Callable[..., Any], runtime: Runtime) -> Callable[.
 
 
 def build_stream_generate(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    keeping = _keeping_boundaries(original, runtime)
+
     @functools.wraps(original)
+    def stream_generate(*args: Any, **kwargs: Any) -> Any:
+        following = checkpointing.take(runtime, kwargs.get("prompt") or []) if runtime.here.following is not None else None
+        if following is None or args:
+            return keeping(*args, **kwargs)
+        return singly.stream(following, runtime, original if following.state is not None else keeping, kwargs)
+
+    return stream_generate
+
+
+def _keeping_boundaries(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     def stream_generate(*args: Any, **kwargs: Any) -> Any:
         fetch, runtime.here.fetch = runtime.here.fetch, None
         segments, runtime.here.segments = runtime.here.segments, None

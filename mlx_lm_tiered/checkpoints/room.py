@@ -1,0 +1,157 @@
+"""The contract's `GenerationCheckpoints` over the SSD tier."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlx_lm_hooks import GenerationState, ModelSource
+
+from .. import caches as kinds
+from ..cold.store import ColdStore
+from ..identity import Identity, IdentityResolver
+from ..prefix.index import token_key
+from ..statistics import Statistics
+from .snapshot import KIND, Attempt, namespace_of, signatures, state_of, take
+from .writer import CheckpointWriter
+
+# A request after a start may wait so long, in seconds and of all requests together, for
+# the model's fingerprint and the scan: it may have been interrupted.
+PATIENCE = 10.0
+
+
+class Checkpoints:
+    """Takes, finds and voids the checkpoints of a server's requests. Generation thread, but for `flush`, `stats` and `close`."""
+
+    def __init__(
+        self,
+        store: ColdStore,
+        identities: IdentityResolver,
+        statistics: Statistics,
+        busy: Callable[[], bool],
+        interval: int,
+        max_bytes: int,
+    ):
+        self._store = store
+        self._identities = identities
+        self._statistics = statistics
+        self._interval = interval
+        self._writer = CheckpointWriter(store, busy, max_bytes)
+        self._patience = PATIENCE
+        self._running: set[tuple[str, str]] = set()
+        self._skipped: Counter[str] = Counter()
+        self._resumed = self._tokens = 0
+
+    # The contract
+
+    @property
+    def interval(self) -> int:
+        return self._interval
+
+    def begin(self, source: ModelSource, prompt: Sequence[int], policy: str) -> RequestCheckpoints | None:
+        try:
+            identity = self._found(source)
+            if identity is None:
+                self.skipped("no-fingerprint")
+                return None
+            attempt = Attempt(identity, namespace_of(prompt, policy), len(prompt))
+            place = identity.fingerprint, attempt.namespace
+            if place in self._running:
+                self.skipped("running")  # the same request again, while it runs
+                return None
+            state = self._restore(attempt, prompt)
+            self._running.add(place)
+            return RequestCheckpoints(self, attempt, state)
+        except Exception as error:
+            self._statistics.fault("checkpoint", f"looking for a checkpoint failed ({error!r})")
+            return None
+
+    def skipped(self, reason: str) -> None:
+        self._skipped[reason] += 1
+
+    # Any thread
+
+    def flush(self, timeout: float) -> tuple[int, int]:
+        """See `CheckpointWriter.flush`."""
+        return self._writer.flush(timeout)
+
+    def stats(self) -> dict[str, Any]:
+        """What `/stats` says of checkpoints."""
+        return {
+            "interval": self._interval,
+            "running": len(self._running),
+            "resumed": self._resumed,
+            "resumed_tokens": self._tokens,
+            **self._writer.stats(),
+            "skipped": dict(self._skipped),
+        }
+
+    def close(self) -> None:
+        """End the writer; files stay."""
+        self._writer.close()
+
+    # For `RequestCheckpoints`
+
+    def save(self, attempt: Attempt, state: GenerationState) -> None:
+        """Copy a state and have it written."""
+        try:
+            self._writer.basis(attempt)
+            self._writer.offer(take(attempt, state))
+        except kinds.UnknownCacheClass:
+            self.skipped("cache-class")
+        except Exception as error:
+            self._statistics.fault("checkpoint", f"taking a checkpoint failed ({error!r})")
+
+    def end(self, attempt: Attempt, completed: bool) -> None:
+        """A request is over."""
+        self._running.discard((attempt.identity.fingerprint, attempt.namespace))
+        if completed:
+            self._writer.void(attempt)
+
+    # Inside
+
+    def _found(self, source: ModelSource) -> Identity | None:
+        started = time.monotonic()
+        identity = self._identities.get(source, self._patience)
+        if identity is not None:
+            self._store.attach(identity.fingerprint)
+            self._store.wait_scanned(max(0.0, self._patience - (time.monotonic() - started)))
+        self._patience = max(0.0, self._patience - (time.monotonic() - started))
+        return identity
+
+    def _restore(self, attempt: Attempt, prompt: Sequence[int]) -> GenerationState | None:
+        place = attempt.identity.fingerprint, attempt.namespace
+        # One that turns out damaged leaves the index; the one before it may serve.
+        for _ in range(3):
+            if self._writer.is_void(*place) or (entry := self._store.newest(*place, token_key(prompt), KIND)) is None:
+                return None
+            if (caches := self._store.restore(entry)) is None:
+                continue
+            state = state_of(list(caches), entry.key, prompt, caches.companion)
+            if state is not None:
+                attempt.durable, attempt.signatures = entry, signatures(caches)
+                self._resumed += 1
+                self._tokens += entry.length - len(prompt)
+            return state
+        return None
+
+
+class RequestCheckpoints:
+    """The contract's `RequestCheckpoints`."""
+
+    def __init__(self, checkpoints: Checkpoints, attempt: Attempt, state: GenerationState | None):
+        self._checkpoints = checkpoints
+        self._attempt = attempt
+        self.state = state
+
+    def save(self, state: GenerationState) -> None:
+        self.state = None  # its caches are the caller's, and not ours to hold
+        self._checkpoints.save(self._attempt, state)
+
+    def end(self, completed: bool) -> None:
+        self.state = None
+        if not self._attempt.ended:
+            self._attempt.ended = True
+            self._checkpoints.end(self._attempt, completed)

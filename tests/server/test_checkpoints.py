@@ -1,0 +1,142 @@
+"""Generations go on after a kill: real servers, SIGKILLed while they answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_tiered.cold import listing
+from support.models import ENDLESS, TINY
+from support.server import Answer, RequestFailed, Server, tiered, user
+
+CHAT = "/v1/chat/completions"
+EVERY = "8"
+TOKENS = 500
+PROMPT = user("Tell me about lists.")
+
+# What differs is which state must come back. A batch of two rows, of caches that cannot be cut, of rings; a sequential generation.
+CASES = {
+    "llama, two rows": ("llama", {}, {"messages": user("What is a tuple?"), "repetition_penalty": 1.2, "repetition_context_size": 40}),
+    "lfm2": ("lfm2", {}),
+    "gemma3": ("gemma3_text", {}),
+    "llama, single": ("llama", {"seed": 7, "temperature": 0.8, "repetition_penalty": 1.3, "repetition_context_size": 40}),
+}
+
+
+def body(**options):
+    return {"messages": PROMPT, "max_tokens": TOKENS, "temperature": 0.0, "logit_bias": ENDLESS} | options
+
+
+def answers(server: Server, *requests: dict) -> list[Answer]:
+    """The answers to requests that are made at once."""
+    found: dict[int, Answer] = {}
+
+    def ask(number: int, request: dict) -> None:
+        found[number] = server.chat(request["messages"], **{name: value for name, value in request.items() if name != "messages"})
+
+    threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(requests)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[number] for number in range(len(requests))]
+
+
+def checkpoints(server: Server) -> dict:
+    return server.stats()["checkpoints"]
+
+
+def interrupted(server: Server, root: Path, *requests: dict) -> None:
+    """Have the requests answered, and kill the server once each has a checkpoint on disk, long before their ends."""
+
+    def read(request: dict) -> None:
+        with suppress(RequestFailed, OSError, HTTPException):  # the server is killed under it
+            for _ in server.stream(CHAT, request):
+                pass
+
+    threads = [threading.Thread(target=read, args=(request,)) for request in requests]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 60
+    while len(kept(root)) < len(requests) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    seen = checkpoints(server)
+    server.kill()
+    for thread in threads:
+        thread.join()
+    assert seen["failed"] == 0 and seen["running"] == len(requests), "not killed while all were being answered"
+
+
+def kept(root: Path) -> set[str]:
+    """The requests that have a checkpoint on disk."""
+    with suppress(FileNotFoundError):
+        return {found.meta.namespace for found in listing.entries(root) if found.meta is not None and found.meta.companion is not None}
+    return set()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_generation_goes_on(case, cache_dir, tmp_path):
+    family, *options = CASES[case]
+    requests = [body(**one) for one in options]
+    server = tiered(TINY[family], cache_dir, "--generation-checkpoint", EVERY, log=tmp_path / "log")
+    interrupted(server, cache_dir, *requests)
+    with tiered(TINY[family], cache_dir, "--generation-checkpoint", EVERY, log=tmp_path / "log") as server:
+        got = answers(server, *requests)
+        seen = server.stats()
+        want = answers(server, *requests)  # the checkpoints are void: from the beginning
+        assert checkpoints(server)["resumed"] == len(requests)
+    if "seed" in requests[0]:
+        # Upstream's sequential path shows logits processors only what of the prompt was not reused, so reuse changes the answer.
+        with tiered(TINY[family], None, log=tmp_path / "log") as server:
+            want = answers(server, *requests)
+    assert seen["checkpoints"]["resumed"] == len(requests) and seen["checkpoints"]["resumed_tokens"] >= int(EVERY) * len(requests)
+    assert seen["faults"] == {}
+    assert [one.text for one in got] == [one.text for one in want] and all(len(one.text) > TOKENS for one in got)
+    assert {one.usage["completion_tokens"] for one in got + want} == {TOKENS}
+    assert {one.finish_reason for one in got + want} == {"length"}
+
+
+def test_a_stop_word_across_the_checkpoint_and_a_changed_request(tiny_llama, cache_dir, tmp_path):
+    server = tiered(tiny_llama, cache_dir, "--generation-checkpoint", "1", log=tmp_path / "log")
+    (whole,) = answers(server, body())
+    # Words that come late and for the first time there: a kill may fall into them, or before.
+    at = next(i for i in range(len(whole.text) * 3 // 4, len(whole.text)) if whole.text.index(whole.text[i - 24 : i]) == i - 24)
+    request = body(stop=[whole.text[at - 24 : at]])
+    assert server.flush()[0] == 200 and not kept(cache_dir)
+    interrupted(server, cache_dir, request)
+    with tiered(tiny_llama, cache_dir, "--generation-checkpoint", "1", log=tmp_path / "log") as server:
+        (changed,) = answers(server, request | {"top_p": 0.5})
+        assert checkpoints(server)["resumed"] == 0
+        (got,) = answers(server, request)
+        assert checkpoints(server)["resumed"] == 1
+    assert got.text == changed.text == whole.text[: at - 24] and got.finish_reason == "stop"
+    assert got.usage["completion_tokens"] == changed.usage["completion_tokens"]
+
+
+def test_a_client_that_goes_leaves_its_checkpoint_and_completion_removes_it(tiny_llama, cache_dir, tmp_path):
+    with tiered(tiny_llama, cache_dir, "--generation-checkpoint", EVERY, log=tmp_path / "log") as server:
+        stream = server.stream(CHAT, body(max_tokens=3000))
+        for _ in range(40):
+            next(stream)
+        stream.close()
+        deadline = time.monotonic() + 30
+        while checkpoints(server)["running"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        status, report = server.flush()
+        assert status == 200 and report["pending"] == 0
+        assert checkpoints(server)["written"] >= 1 and checkpoints(server)["removed"] == 0
+        assert len(kept(cache_dir)) == 1
+        # Another max_tokens is another request.
+        answers(server, body())
+        assert checkpoints(server)["resumed"] == 0
+        answers(server, body(max_tokens=3000))
+        assert server.flush()[0] == 200
+        seen = checkpoints(server)
+        assert seen["resumed"] == 1 and seen["removed"] == 2 and seen["pending"] == 0 and not kept(cache_dir)
+        answers(server, body(max_tokens=20, logprobs=True, stream=False))
+        assert checkpoints(server)["skipped"] == {"logprobs": 1}
