@@ -46,6 +46,18 @@ def test_the_tokens_are_upstreams(model, body, request):
     assert parse(parse(body).request()[1]) == parse(body)
 
 
+@pytest.mark.parametrize("body", CONVERSATIONS[1:], ids=["user", "parts", "tools", "arguments"])
+def test_a_template_sees_what_upstreams_would(tiny_llama, body):
+    """One that shows everything that it gets: the tiny models' own look at little."""
+    dump = "{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}{{ add_generation_prompt }}"
+    template = Template(chat_template=dump)
+    tokenizer = tokenizer_of(tiny_llama, template)
+    found = tokens_of(tokenizer, parse(body), template)
+    assert found == upstreams(load_tokenizer(tiny_llama, {"chat_template": dump}), body, {}) and len(found) > 10
+    if "tools" in body:
+        assert '"arguments": {"at": [1, "x"]}' in tokenizer.decode(found)
+
+
 def test_a_chat_template_of_the_servers_flags(tiny_llama):
     template = Template(chat_template="{% for m in messages %}<{{ m.content }}>{% endfor %}")
     tokenizer = tokenizer_of(tiny_llama, template)
