@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,8 @@ import mlx.core as mx
 import pytest
 from cold.cold_helpers import LARGE, grown, job, save, wrapped
 from mlx_lm.utils import load_tokenizer
+from mlx_lm_hooks import Companion, ModelSource
 
-from mlx_lm_hooks import ModelSource
 from mlx_lm_tiered.cli import main
 from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold.store import ColdStore
@@ -99,6 +100,20 @@ def test_show_tells_the_chain_and_the_text(stored, capsys):
 def test_show_says_why_there_is_no_text(stored, capsys):
     code, out = run(capsys, "show", stored.other.name[:6], stored.root, "--text")
     assert code == 0 and "the model's directory is not known" in out
+
+
+def test_companion_state_is_told(cache_dir, capsys):
+    store = ColdStore(cache_dir, LARGE)
+    companion = Companion("draft-hidden", 2, {"pending": 7}, {"row": mx.zeros((1, 8))})
+    save(store, replace(job(list(range(30)), grown(30)), companion=companion))
+    store.close()
+    (row,) = listed(capsys, "ls", cache_dir)
+    assert row["companion"] == "draft-hidden/2"
+    code, out = run(capsys, "show", row["file"][:5], cache_dir)
+    assert code == 0 and "draft-hidden/2: 1 tensor; scalars: pending" in out
+    told = json.loads(run(capsys, "show", row["file"][:5], cache_dir, "--json")[1])
+    assert told["companion"] == {"schema": "draft-hidden", "version": 2, "scalars": {"pending": 7}, "tensors": ["row"]}
+    assert run(capsys, "verify", cache_dir)[0] == 0
 
 
 def test_an_entry_is_named_by_a_beginning_that_is_its_own(stored, capsys):

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from mlx_lm_hooks import UsageError
 from support.models import document
 from support.server import tiered, user
 
-from mlx_lm_hooks import UsageError
 from mlx_lm_tiered.serving.warm import read
 
 TEXT = document(2500)

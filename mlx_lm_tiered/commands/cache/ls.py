@@ -21,7 +21,7 @@ from .entries import age, columns, counted, is_of, model_of, moment, printable
 
 @dataclass(frozen=True)
 class Row:
-    """One entry. `new_tokens` are those that its own file holds; `age_s` is seconds since its last use; `fault` says why it cannot be used, empty when it can."""
+    """One entry. `new_tokens` are those that its own file holds; `age_s` is seconds since its last use; `fault` says why it cannot be used, empty when it can; `companion` what kind of companion state it has."""
 
     file: str
     model: str
@@ -36,6 +36,7 @@ class Row:
     fingerprint: str
     fault: str = ""
     state: str = "sound"
+    companion: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,6 +59,7 @@ def row_of(found: listing.Listed, fault: str = "", state: str = "") -> Row:
         fingerprint=found.fingerprint,
         fault=found.problem or fault,
         state=state or found.state,
+        companion=meta.companion.kind if meta and meta.companion else "",
     )
 
 
@@ -68,7 +70,7 @@ CELLS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "tokens": ("tokens", lambda row: f"{row.tokens:,}"),
     "new": ("new", lambda row: f"{row.new_tokens:,}"),
     "size": ("size", lambda row: format_size(row.bytes)),
-    "role": ("role", lambda row: row.role),
+    "role": ("role", lambda row: row.companion.partition("/")[0] or row.role),
     "model": ("model", lambda row: row.model),
     "fingerprint": ("fingerprint", lambda row: row.fingerprint[:12]),
     "parent": ("continues", lambda row: row.parent[:12]),

@@ -60,11 +60,19 @@ def describe(entry: Listed, chain: list[Listed], entries: list[Listed]) -> dict[
         "minimum_reusable": meta.minimum_reusable,
         "signatures": list(meta.signatures),
         "tensors": len(meta.tensors),
+        "companion": _companion(meta),
         "chain": [_link(link) for link in chain],
         "chain_bytes": sum(link.nbytes for link in chain),
         "continued_by": [relative(child.path) for child in children],
         "provenance": dict(meta.provenance),
     }
+
+
+def _companion(meta: Meta) -> dict[str, Any] | None:
+    """What goes with all of its tokens beside the caches, for example a checkpoint's state."""
+    if (state := meta.companion) is None:
+        return None
+    return {"schema": state.schema, "version": state.version, "scalars": dict(state.scalars), "tensors": list(state.tensors)}
 
 
 def _link(link: Listed) -> dict[str, Any]:
@@ -100,6 +108,7 @@ def lines(told: dict[str, Any]) -> str:
             ("kept at", {"system": "the end of the system prompt", "user": "the end of a prompt", "assistant": "the end of an answer"}.get(told["role"], told["role"])),
             ("reusable", _reusable(told)),
             ("layers", "; ".join(f"{len(list(same))} × {signature}" for signature, same in groupby(told["signatures"]))),
+            *([("companion", _told(told["companion"]))] if told["companion"] else []),
             ("made with", ", ".join(f"{key} {told['provenance'][key]}" for key in MADE_WITH if told["provenance"].get(key))),
             ("continued by", counted(len(told["continued_by"])) if told["continued_by"] else "none"),
         ]
@@ -111,6 +120,11 @@ def lines(told: dict[str, Any]) -> str:
     for name, value in told.get("text", {}).items():
         text += f"\n\n{name}: {printable(value.replace(chr(10), '⏎'))}"
     return text
+
+
+def _told(companion: dict[str, Any]) -> str:
+    scalars = ", ".join(companion["scalars"]) or "none"
+    return f"{companion['schema']}/{companion['version']}: {counted(len(companion['tensors']), 'tensor')}; scalars: {scalars}"
 
 
 def _reusable(told: dict[str, Any]) -> str:
