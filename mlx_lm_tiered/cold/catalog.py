@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ..prefix.index import PrefixIndex
+from ..prefix.compact import CompactIndex, unpack
 from .family import NAME_DIGITS
 from .format import Meta
 
@@ -16,14 +16,14 @@ MAX_CHAIN = 64  # files of one chain. Each restore opens them all; the next entr
 
 @dataclass(frozen=True, eq=False)
 class ColdEntry:
-    """A stored entry as the index knows it. `key` is its tokens (see `prefix.index`), `length` their number, `nbytes` the file's size.
+    """A stored entry as the index knows it. `packed` is its tokens (see `prefix.compact`), `length` their number, `nbytes` the file's size.
 
     The file holds the tokens from `start` on, those before are `parent`'s, which may
     hold more than that. `checksum` and `inode` tell this file from another at its path.
     `companion` is the kind of companion state that goes with all its tokens, if any.
     """
 
-    key: bytes = field(repr=False)
+    packed: bytes = field(repr=False)
     length: int
     path: Path
     fingerprint: str
@@ -37,6 +37,11 @@ class ColdEntry:
     checksum: str = ""
     inode: tuple[int, int] = (0, 0)
     companion: str = ""
+
+    @property
+    def key(self) -> bytes:
+        """Its tokens as a key (see `prefix.index`), made anew each time."""
+        return unpack(self.packed, self.length)
 
     @property
     def name(self) -> str:
@@ -68,7 +73,7 @@ class Catalog:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._indexes: dict[tuple[str, str], PrefixIndex[ColdEntry]] = {}
+        self._indexes: dict[tuple[str, str], CompactIndex[ColdEntry]] = {}
         self._paths: dict[Path, ColdEntry] = {}
         self._children: dict[ColdEntry, set[ColdEntry]] = {}
         # Entries of the same tokens in two files, which a crash may leave; one of them is in the index.
@@ -178,7 +183,7 @@ class Catalog:
                 self._children.setdefault(parent, set()).add(entry)
                 self._segments += 1
             self._names.setdefault((entry.fingerprint, entry.name), []).append(entry)
-            self._indexes.setdefault((entry.fingerprint, entry.namespace), PrefixIndex()).add(entry)
+            self._indexes.setdefault((entry.fingerprint, entry.namespace), CompactIndex()).add(entry)
             self._paths[entry.path] = entry
             return True
 

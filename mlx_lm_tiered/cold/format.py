@@ -249,14 +249,20 @@ def header_length(start: bytes, size: int) -> int:
     return 8 + length
 
 
-def parse(header: bytes, size: int) -> Header:
-    """Check the header of a file of `size` bytes, and read it. Raises BadEntry."""
+def check_seal(header: bytes) -> str:
+    """The header's own checksum, once it is what `seal` filled in. Raises BadEntry."""
     if header[8:_HASH_AT] != _PREFIX or header[_HASH_AT + 32 : _SUMS_AT] != _MIDDLE:
         raise BadEntry("The file is not an entry of this program.")
     zeroed = bytearray(header)
     zeroed[_HASH_AT : _HASH_AT + 32] = b"0" * 32
     if header[_HASH_AT : _HASH_AT + 32] != xxhash.xxh3_128_hexdigest(zeroed).encode():
         raise BadEntry("The header does not match its checksum.")
+    return header[_HASH_AT : _HASH_AT + 32].decode()
+
+
+def parse(header: bytes, size: int) -> Header:
+    """Check the header of a file of `size` bytes, and read it. Raises BadEntry."""
+    checksum = check_seal(header)
     table = _object(_parse_json(header[8:]), "header")
     texts = _object(table.pop("__metadata__", None), "metadata")
     if not all(isinstance(value, str) for value in texts.values()):
@@ -300,7 +306,6 @@ def parse(header: bytes, size: int) -> Header:
         parts=parts,
         companion=companion,
     )
-    checksum = header[_HASH_AT : _HASH_AT + 32].decode()
     return Header(meta, len(header), offsets, tuple(sums[i : i + 16] for i in range(0, len(sums), 16)), checksum)
 
 

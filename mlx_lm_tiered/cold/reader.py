@@ -22,6 +22,7 @@ from .arrays import PIECE, Landing, capacities
 from .format import BadEntry, Header, Meta
 from .fresh import ask_for_huge_pages
 from .parallel import run_all
+from .summary import read_summary
 
 # Below this many bytes one thread reads a file: starting others costs more than they save.
 ALONE = 8 << 20
@@ -37,25 +38,16 @@ class EntryReader:
 
     def __init__(self, fd: int):
         self.fd = fd
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise BadEntry("It is not a regular file.")
-        if status.st_uid != os.geteuid():
-            raise BadEntry("The file belongs to another user.")
-        self.status = status
-        length = fmt.header_length(_read(fd, 8, 0), status.st_size)
-        self.header: Header = fmt.parse(_read(fd, length, 0), status.st_size)
+        self.status = _own_file(fd)
+        length = fmt.header_length(_read(fd, 8, 0), self.status.st_size)
+        self.header: Header = fmt.parse(_read(fd, length, 0), self.status.st_size)
         self.read_seconds = 0.0  # of all threads together
         self.hash_seconds = 0.0
         self._lock = threading.Lock()
 
     def key(self) -> bytes:
         """The file's tokens as an index key, checked by their checksum: those from the segment's start on. Raises BadEntry."""
-        spec = self.header.meta.all_tensors[0]
-        data = _read(self.fd, spec.nbytes, self.header.body)
-        if fmt.digest(data) != self.header.checksums[0]:
-            raise BadEntry("The tokens do not match their checksum.")
-        return np.frombuffer(data, dtype="<i8").astype(">i8").tobytes()
+        return _tokens(self.fd, self.header.body, self.header.meta, self.header.checksums[0])
 
     def arrays(self, verify: bool) -> dict[str, mx.array]:
         """Every tensor of a whole entry but the tokens (see `Assembly`)."""
@@ -189,6 +181,20 @@ def shared(meta: Meta, ancestor: Meta) -> list[int]:
 @contextmanager
 def open_entry(path: Path) -> Iterator[EntryReader]:
     """Open an entry and check its header. Raises BadEntry (also for symbolic links and other users' files) or OSError."""
+    with _opened(path) as fd:
+        yield EntryReader(fd)
+
+
+def read_summary_and_tokens(path: Path) -> tuple[Meta, str, bytes, os.stat_result]:
+    """What the index needs of a file (see `summary`): its meta without tensors, its checksum, its tokens as a key. Raises BadEntry, OSError."""
+    with _opened(path) as fd:
+        status = _own_file(fd)
+        meta, checksum, body, sums = read_summary(fd, status.st_size)
+        return meta, checksum, _tokens(fd, body, meta, sums), status
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     # Without O_NONBLOCK, opening a planted FIFO would wait for ever.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -197,9 +203,25 @@ def open_entry(path: Path) -> Iterator[EntryReader]:
             raise BadEntry("It is a symbolic link.") from error
         raise
     try:
-        yield EntryReader(fd)
+        yield fd
     finally:
         os.close(fd)
+
+
+def _own_file(fd: int) -> os.stat_result:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise BadEntry("It is not a regular file.")
+    if status.st_uid != os.geteuid():
+        raise BadEntry("The file belongs to another user.")
+    return status
+
+
+def _tokens(fd: int, body: int, meta: Meta, checksum: str) -> bytes:
+    data = _read(fd, 8 * (meta.length - meta.start), body)
+    if fmt.digest(data) != checksum:
+        raise BadEntry("The tokens do not match their checksum.")
+    return np.frombuffer(data, dtype="<i8").astype(">i8").tobytes()
 
 
 def _read(fd: int, length: int, at: int) -> bytes:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..prefix.compact import pack
 from .catalog import Catalog, ColdEntry
 from .family import DiskFile, entry_name
 from .format import BadEntry, ForeignEntry, Meta
-from .reader import open_entry
+from .reader import read_summary_and_tokens
+
+READERS = 2  # threads that read and hash; between them the interpreter's lock leaves room for no more
+AHEAD = 64  # files that may have been read and not yet been indexed
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What a file says of itself. `own` are the tokens it holds, as a key."""
+    """What a file says of itself. `meta` may be without its tensors; `own` are the tokens it holds, as a key; `name` is what a whole entry's file should be called, and `packed` its tokens as the index has them."""
 
     path: Path
     meta: Meta
@@ -26,6 +31,8 @@ class Segment:
     checksum: str
     size: int
     inode: tuple[int, int]
+    name: str = ""
+    packed: bytes = b""
 
     def entry(self, parent: ColdEntry | None) -> ColdEntry | None:
         """The index's entry, if `parent` is the one that this file continues and the file is what its name says."""
@@ -40,17 +47,17 @@ class Segment:
         ):
             return None
         key = parent.key[: meta.start * 8] + self.own if parent is not None else self.own
-        if self.path.name != entry_name(meta.namespace, key, meta.parent):
+        if self.path.name != (self.name or entry_name(meta.namespace, key, meta.parent)):
             return None
-        return cold_entry(self.path, meta, key, self.size, parent, self.checksum, self.inode)
+        return cold_entry(self.path, meta, self.packed or pack(key), self.size, parent, self.checksum, self.inode)
 
 
 def cold_entry(
-    path: Path, meta: Meta, key: bytes, nbytes: int, parent: ColdEntry | None, checksum: str, inode: tuple[int, int]
+    path: Path, meta: Meta, packed: bytes, nbytes: int, parent: ColdEntry | None, checksum: str, inode: tuple[int, int]
 ) -> ColdEntry:
     """The index's entry for a file."""
     return ColdEntry(
-        key=key,
+        packed=packed,
         length=meta.length,
         path=path,
         fingerprint=meta.fingerprint,
@@ -69,10 +76,11 @@ def cold_entry(
 
 def read_segment(path: Path) -> Segment:
     """Header and tokens of one file. Raises BadEntry or OSError."""
-    with open_entry(path) as reader:
-        status = reader.status
-        header = reader.header
-        return Segment(path, header.meta, reader.key(), header.checksum, status.st_size, (status.st_dev, status.st_ino))
+    meta, checksum, own, status = read_summary_and_tokens(path)
+    inode = (status.st_dev, status.st_ino)
+    if meta.start:
+        return Segment(path, meta, own, checksum, status.st_size, inode)
+    return Segment(path, meta, own, checksum, status.st_size, inode, entry_name(meta.namespace, own), pack(own))
 
 
 def scan(
@@ -88,31 +96,30 @@ def scan(
     entry whose parent is not there stays where it is until room is needed.
     """
     waiting: dict[str, list[Segment]] = {}  # by the checksum of their parent
-    for file in files:
+    ours = [file for file in files if file.kind == "entry" and file.owner == fingerprint]
+    if others := sum(file.kind == "entry" for file in files) - len(ours):
+        counts["other models"] += others
+    for file, reading in _ahead(ours, catalog):
         yield
-        if file.kind != "entry":
-            continue
-        if file.owner != fingerprint:
-            counts["other models"] += 1
-            continue
         counts["scanned"] += 1
         if (known := catalog.at(file.path)) is not None:
             counts["indexed"] += 1
             _add_waiting(known, waiting, catalog, counts)
             continue
         try:
-            status = os.stat(file.path, follow_symlinks=False)
-            segment = read_segment(file.path)
-        except ForeignEntry:
-            counts["other format"] += 1
-        except BadEntry as error:
-            counts["damaged"] += 1
-            damaged(file.path, status, error)
+            status, segment = reading.result() if reading is not None else _look(file.path)
         except FileNotFoundError:
             counts["gone"] += 1
         except OSError:
             counts["unreadable"] += 1
         else:
+            if isinstance(segment, ForeignEntry):
+                counts["other format"] += 1
+                continue
+            if isinstance(segment, BadEntry):
+                counts["damaged"] += 1
+                damaged(file.path, status, segment)
+                continue
             meta = segment.meta
             parent = catalog.parent_for(fingerprint, meta.parent, meta.parent_checksum) if meta.start else None
             if meta.fingerprint != fingerprint or meta.parent != file.parent:
@@ -122,6 +129,30 @@ def scan(
             else:
                 _add(segment, parent, waiting, catalog, counts)
     counts["without parent"] += sum(map(len, waiting.values()))
+
+
+Looked = tuple[os.stat_result, "Segment | BadEntry"]  # which file it was, and what is in it
+
+
+def _ahead(files: list[DiskFile], catalog: Catalog) -> Iterator[tuple[DiskFile, Future[Looked] | None]]:
+    """The files in order, each as it is being read on other threads; None for those that the catalog has."""
+    pending: deque[tuple[DiskFile, Future[Looked] | None]] = deque()
+    with ThreadPoolExecutor(READERS, "mlx-lm-tiered-scan-read") as pool:
+        for file in files:
+            pending.append((file, None if catalog.knows(file.path) else pool.submit(_look, file.path)))
+            if len(pending) > AHEAD:
+                yield pending.popleft()
+        while pending:
+            yield pending.popleft()
+
+
+def _look(path: Path) -> Looked:
+    """Read one file. Raises OSError."""
+    status = os.stat(path, follow_symlinks=False)
+    try:
+        return status, read_segment(path)
+    except BadEntry as error:
+        return status, error
 
 
 def _add(

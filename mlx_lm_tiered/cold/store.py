@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..prefix.compact import pack
 from .catalog import Catalog, ColdEntry, Found
 from .directory import Directory, DirectoryFull
 from .family import leaves_first
@@ -320,7 +321,7 @@ class ColdStore:
             os.utime(partial, ns=(now, now))
             self._directory.publish(partial, path)
             parent = proof.chain[-1] if proof is not None else None
-            entry = cold_entry(path, meta, key, size, parent, writer.checksum, inode(path) or (0, 0))
+            entry = cold_entry(path, meta, pack(key), size, parent, writer.checksum, inode(path) or (0, 0))
             if not self._catalog.add(entry):  # the parent left it just now: it was found to be damaged
                 path.unlink(missing_ok=True)
                 raise NotIdentical(f"{path.name} lost its parent.", 0)

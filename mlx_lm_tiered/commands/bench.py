@@ -33,7 +33,13 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     stall.add_argument("--prefix-tokens", type=positive, default=4096, metavar="N", help="length of what is restored (default: 4096)")
     stall.add_argument("--repeats", type=positive, default=5, metavar="R", help="pairs of measurements (default: 5)")
     stall.set_defaults(run=run_bench_stall)
-    for parser in (restart, overhead, writes, stall):
+    index = benches.add_parser("index", help="finding one of many entries, reading all headers at start, and readiness with and without them")
+    index.add_argument("--entries", type=positive, default=10_000, metavar="N", help="entries in the directory (default: 10000)")
+    index.add_argument("--tokens", type=positive, default=16_000, metavar="N", help="tokens of each (default: 16000)")
+    index.add_argument("--repeats", type=positive, default=5, metavar="R", help="pairs of server starts (default: 5)")
+    index.add_argument("--directory", type=Path, metavar="DIR", help="make the files in a temporary directory under DIR")
+    index.set_defaults(run=run_bench_index)
+    for parser in (restart, overhead, writes, stall, index):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     restoring.add_argument("--tokens", type=positive, default=6000, metavar="N", help="tokens of the entry, each 131 kB (default: 6000)")
@@ -45,7 +51,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     start_up.add_argument("--repeats", type=positive, default=40, metavar="R", help="starts with and without it (default: 40)")
     start_up.set_defaults(run=run_bench_start_up)
-    for parser in (restart, overhead, writes, stall, restoring, start_up):
+    for parser in (restart, overhead, writes, stall, index, restoring, start_up):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -76,6 +82,16 @@ def run_bench_writes(args: argparse.Namespace) -> int:
         args,
         lambda: writes.run(Path(model(args.model)), args.turns, args.turn_tokens),
         lambda result: [] if result["ram_and_restart_equal"] else ["the answers differ"],
+    )
+
+
+def run_bench_index(args: argparse.Namespace) -> int:
+    from ..bench import index
+
+    return _bench(
+        args,
+        lambda: index.run(Path(model(args.model)), args.entries, args.tokens, args.repeats, directory=args.directory),
+        lambda result: [],
     )
 
 

@@ -27,14 +27,14 @@ def key_tokens(key: bytes) -> list[int]:
     return np.frombuffer(key, dtype=">i8").tolist()
 
 
-def common_tokens(a: bytes, b: bytes) -> int:
-    """How many leading tokens two keys share."""
+def common_tokens(a: bytes, b: bytes, width: int = _WIDTH) -> int:
+    """How many leading tokens two keys share, of `width` bytes each."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
-        return n // _WIDTH
+        return n // width
     x = np.frombuffer(a, dtype=np.uint8, count=n)
     y = np.frombuffer(b, dtype=np.uint8, count=n)
-    return int((x != y).argmax()) // _WIDTH
+    return int((x != y).argmax()) // width
 
 
 class Keyed(Protocol):
@@ -47,9 +47,14 @@ E = TypeVar("E", bound=Keyed)
 
 
 class PrefixIndex(Generic[E]):
-    """Entries of one namespace, at most one per token sequence. Not thread-safe."""
+    """Entries of one namespace, at most one per token sequence. Not thread-safe.
 
-    def __init__(self) -> None:
+    `attribute` is where an entry has its key, of `width` bytes a token.
+    """
+
+    def __init__(self, attribute: str = "key", width: int = _WIDTH) -> None:
+        self._attribute = attribute
+        self._width = width
         self._keys: list[bytes] = []
         self._entries: dict[bytes, E] = {}
 
@@ -62,23 +67,25 @@ class PrefixIndex(Generic[E]):
 
     def copy(self) -> PrefixIndex[E]:
         """The entries of this moment, for another thread to search: both copies are made in one step each."""
-        other: PrefixIndex[E] = PrefixIndex()
+        other: PrefixIndex[E] = PrefixIndex(self._attribute, self._width)
         other._entries = self._entries.copy()
         other._keys = [key for key in self._keys.copy() if key in other._entries]
         return other
 
     def add(self, entry: E) -> None:
         """Add an entry; one with the same tokens is replaced."""
-        if entry.key not in self._entries:
-            insort(self._keys, entry.key)
-        self._entries[entry.key] = entry
+        key = getattr(entry, self._attribute)
+        if key not in self._entries:
+            insort(self._keys, key)
+        self._entries[key] = entry
 
     def remove(self, entry: E) -> None:
         """Remove this very entry. Does nothing when it is not (or no longer) here."""
-        if self._entries.get(entry.key) is not entry:
+        key = getattr(entry, self._attribute)
+        if self._entries.get(key) is not entry:
             return
-        del self._entries[entry.key]
-        del self._keys[bisect_left(self._keys, entry.key)]
+        del self._entries[key]
+        del self._keys[bisect_left(self._keys, key)]
 
     def exact(self, key: bytes) -> E | None:
         """The entry with exactly these tokens."""
@@ -108,7 +115,7 @@ class PrefixIndex(Generic[E]):
         place = bisect_left(self._keys, key)
         for walk in (range(place, len(self._keys)), range(place - 1, -1, -1)):
             for i in walk:
-                common = common_tokens(self._keys[i], key)
+                common = common_tokens(self._keys[i], key, self._width)
                 if common == 0 or (best is not None and common <= best[1]):
                     break
                 entry = self._entries[self._keys[i]]

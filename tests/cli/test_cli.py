@@ -190,6 +190,19 @@ def test_bench_restore(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_bench_index(tiny_llama: Path, tmp_path: Path):
+    file = tmp_path / "index.json"
+    done = command(
+        "bench", "index", "--model", tiny_llama, "--entries", "60", "--tokens", "400", "--repeats", "1", "--directory", tmp_path, "--json", file
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["indexed"] == 61 and found["scan_files_per_s"] > 20
+    assert 0 < found["find_ms_p50"] <= found["find_ms_p99"] < 100 and found["rss_mb"] > 10
+    assert found["ready_empty_s"] > 0 and found["ready_full_s"] > 0
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_bench_start_up(tmp_path: Path):
     """Issue 1 allows 1 ms on a quiet machine; the limit here leaves room for a busy one."""
     done = command("bench", "start-up", "--repeats", "15", "--json", tmp_path / "start.json")

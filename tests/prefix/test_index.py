@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_lm_tiered.prefix.compact import CompactIndex, pack, unpack
 from mlx_lm_tiered.prefix.index import PrefixIndex, common_tokens, key_tokens, token_key
 
 
@@ -16,6 +17,14 @@ class Item:
     @property
     def key(self):
         return token_key(self.tokens)
+
+    @property
+    def packed(self):
+        return pack(self.key)
+
+    @property
+    def length(self):
+        return len(self.tokens)
 
 
 # Few distinct tokens, so that sequences share prefixes; image ids are negative.
@@ -37,7 +46,11 @@ def usable(item, shared):
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(SEQUENCE, st.booleans()), max_size=12), SEQUENCE)
 def test_best_is_the_longest_usable(stored, query):
-    index = PrefixIndex()
+    for index in (PrefixIndex(), CompactIndex()):
+        look_for_the_best(index, stored, query)
+
+
+def look_for_the_best(index, stored, query):
     items = {}
     for tokens, flexible in stored:
         items[tokens] = Item(tokens, flexible)
@@ -52,9 +65,12 @@ def test_best_is_the_longest_usable(stored, query):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(SEQUENCE, max_size=12), SEQUENCE)
 def test_ancestors_and_descendants(stored, query):
-    index = PrefixIndex()
+    index, compact = PrefixIndex(), CompactIndex()
     for tokens in stored:
         index.add(Item(tokens))
+        compact.add(Item(tokens))
+    assert [i.tokens for i in compact.ancestors(token_key(query))] == [i.tokens for i in index.ancestors(token_key(query))]
+    assert (found.tokens if (found := compact.exact(token_key(query))) else None) == (query if query in stored else None)
     assert [i.tokens for i in index.ancestors(token_key(query))] == sorted(
         {t for t in stored if len(t) < len(query) and query[: len(t)] == t}, key=len
     )
@@ -90,3 +106,21 @@ def test_keys_round_trip(tokens):
 @given(SEQUENCE, SEQUENCE)
 def test_common_tokens(a, b):
     assert common_tokens(token_key(a), token_key(b)) == common(a, b)
+
+
+@given(SEQUENCE)
+def test_packing_keeps_the_tokens(tokens):
+    packed = pack(token_key(tokens))
+    assert unpack(packed, len(tokens)) == token_key(tokens)
+    assert len(packed) == (4 if all(0 <= t < 2**32 for t in tokens) else 8) * len(tokens)
+
+
+def test_a_compact_index_forgets():
+    index, narrow, wide, other = CompactIndex(), Item((1, 2)), Item((1, -5)), Item((1, 2))
+    for item in (narrow, wide):
+        index.add(item)
+    index.remove(other)
+    assert len(index) == 2 and index.closest(token_key((1, -5, 7))) == (wide, 2)
+    index.remove(wide)
+    index.remove(narrow)
+    assert len(index) == 0 and index.closest(token_key((1, 2))) is None

@@ -122,7 +122,7 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path):
 
 
 def entry(start, length, nbytes, parent=None, cuttable=True):
-    return ColdEntry(bytes(8 * length), length, Path(f"{length:032x}.safetensors"), MODEL, "", nbytes, cuttable, 0, "user", start, parent)
+    return ColdEntry(bytes(4 * length), length, Path(f"{length:032x}.safetensors"), MODEL, "", nbytes, cuttable, 0, "user", start, parent)
 
 
 def offer(*sizes):

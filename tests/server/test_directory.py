@@ -107,7 +107,7 @@ def test_24_a_full_directory_delays_neither_readiness_nor_the_log(tiny_llama, ca
     with tiered(tiny_llama, cache_dir, log=tmp_path / "fill") as server:
         cold = ask(server, "hi")
         assert server.terminate() == 0
-    multiply(max(cache_dir.rglob("*.safetensors"), key=lambda path: path.stat().st_size), count := 2500)
+    multiply(max(cache_dir.rglob("*.safetensors"), key=lambda path: path.stat().st_size), count := 5000)
     ready = {}
     for name, directory in (("empty", tmp_path / "empty"), ("full", cache_dir)):
         with tiered(tiny_llama, directory, log=tmp_path / f"{name}.log", wait=False) as server:
