@@ -22,6 +22,8 @@ logger = logging.getLogger("mlx_lm_tiered")
 
 LOOK_EVERY = 3.0  # seconds from one look at a model's folder to the next, and only while requests come
 UNSETTLED = 1.0  # a folder changed this lately may change again without its time stamp telling
+# A scan begins this many seconds after it was asked for, unless somebody waits for it: a server that starts should not share the interpreter with it.
+GRACE = 1.5
 AT_ONCE = 0.05  # seconds that a request may wait for the directory's lock
 AGE_EVERY = 24 * 3600.0
 
@@ -59,6 +61,7 @@ class Indexing:
         self._seen: dict[str, _Seen] = {}
         self._age_at = clock() + AGE_EVERY
         self._made = threading.Event()
+        self._waited_for = threading.Event()
         self._scans = Scans()
         self._looks = Scans()
         self._scans.start("", self._housekeep)
@@ -84,6 +87,7 @@ class Indexing:
 
     def wait(self, timeout: float | None = None, fingerprint: str | None = None) -> bool:
         """Wait until the scan of one model has ended, or all of them and the housekeeping; looks do not count. False when time ran out."""
+        self._waited_for.set()
         return self._scans.wait(timeout, fingerprint)
 
     def put_away(self, path: Path, status: os.stat_result) -> None:
@@ -113,6 +117,7 @@ class Indexing:
 
     def close(self, timeout: float) -> None:
         """End the threads."""
+        self._waited_for.set()
         self._scans.close(timeout)
         self._looks.close(timeout)
 
@@ -155,6 +160,7 @@ class Indexing:
     def _scan(self, fingerprint: str) -> None:
         counts: Counter[str] = Counter()
         self._made.wait()  # not for the rest of the housekeeping, which may have to wait for another process
+        self._waited_for.wait(GRACE)
         root = self._directory.root
         try:
             seen = _Seen(self._changed(fingerprint), self._clock() + LOOK_EVERY)

@@ -20,7 +20,7 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 
 
 def read_summary(fd: int, size: int) -> tuple[Meta, str, int, str]:
-    """The meta without its tensors, the file's checksum, where the body starts, and the tokens' checksum. Raises BadEntry, OSError."""
+    """The meta, without its tensors unless there is companion state, the file's checksum, where the body starts, and the tokens' checksum. Raises BadEntry, OSError."""
     data = os.pread(fd, AT_ONCE, 0)
     length = fmt.header_length(data[:8], size)
     while len(data) < length:
@@ -37,6 +37,9 @@ def read_summary(fd: int, size: int) -> tuple[Meta, str, int, str]:
         end, tokens = last["data_offsets"][1], table[fmt.TOKENS]
         if texts["format"] != fmt.FORMAT:
             raise BadEntry("The file is not an entry of this program.")
+        if texts["version"] == fmt.COMPANION_VERSION:  # few, and more to look at
+            found = fmt.parse(header, size)
+            return found.meta, checksum, length, found.checksums[0]
         if texts["version"] != fmt.VERSION:
             raise ForeignEntry("The file has another format version.")
         meta = Meta(

@@ -88,7 +88,7 @@ def run_bench_writes(args: argparse.Namespace) -> int:
 def run_bench_index(args: argparse.Namespace) -> int:
     from ..bench import index
 
-    return _bench(
+    return run_measurement(
         args,
         lambda: index.run(Path(model(args.model)), args.entries, args.tokens, args.repeats, directory=args.directory),
         lambda result: [],

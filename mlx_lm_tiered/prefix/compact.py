@@ -78,6 +78,12 @@ class CompactIndex(Generic[E]):
             found.append(last)
         return sorted([*found, *self._wide.ancestors(key)], key=lambda entry: entry.length)
 
+    def descendants(self, key: bytes) -> list[E]:
+        """The entries that start with these tokens, the exact one included."""
+        packed = pack(key)
+        narrow = self._narrow.descendants(packed) if len(packed) < len(key) or not key else []
+        return narrow + self._wide.descendants(key)
+
     def best(self, key: bytes, usable: Callable[[E, int], int]) -> tuple[E, int] | None:
         """The entry that serves the longest prefix of `key`, and that length in tokens (see `PrefixIndex.best`)."""
         narrow = self._narrow.best(_packed_part(key), usable)

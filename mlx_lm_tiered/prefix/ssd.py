@@ -122,6 +122,7 @@ class SsdTier:
             return False
         self._patience[source] = 0.0
         return True
+
     def _find(self, fingerprint: str, key: bytes, limit: int) -> Found | None:
         """The entry that serves the longest prefix; among those of one length one that has companion state to it."""
         best = self._store.find(fingerprint, "", key, limit)

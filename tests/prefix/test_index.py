@@ -69,6 +69,7 @@ def test_ancestors_and_descendants(stored, query):
     for tokens in stored:
         index.add(Item(tokens))
         compact.add(Item(tokens))
+    assert {i.tokens for i in compact.descendants(token_key(query))} == {i.tokens for i in index.descendants(token_key(query))}
     assert [i.tokens for i in compact.ancestors(token_key(query))] == [i.tokens for i in index.ancestors(token_key(query))]
     assert (found.tokens if (found := compact.exact(token_key(query))) else None) == (query if query in stored else None)
     assert [i.tokens for i in index.ancestors(token_key(query))] == sorted(
