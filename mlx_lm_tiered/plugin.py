@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_lm_hooks import Engine, GenerationCheckpoints, Invocation, ModelSource, PrefixCache, Route, Serves, UsageError, hookimpl
+from mlx_lm_hooks import Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Route, Serves, UsageError, hookimpl
 
 from . import settings as table
 from .runtime import Runtime
+from .schemes.choose import choose
 
 _runtime: Runtime | None = None
 
@@ -38,8 +39,9 @@ def mlx_lm_configure(invocation: Invocation) -> None:
     if invocation.command == "server" and "prompt_cache_size" not in invocation.given and settings.prompt_cache_bytes != 0:
         # Upstream's default of 10 entries would evict by count long before memory is short.
         invocation.args.prompt_cache_size = sys.maxsize
+    scheme = choose(settings.kv_scheme, invocation)
     mlx_lm_unconfigure()
-    _runtime = Runtime(settings)
+    _runtime = Runtime(settings, scheme)
     _runtime.args = invocation.args
     if invocation.command == "server" and settings.warm is not None:
         from .serving.warm import prepare
@@ -131,3 +133,8 @@ def mlx_lm_merge_row(caches: Sequence[Any]) -> list[Any] | None:
     from .caches import merge_row
 
     return merge_row(caches)
+
+
+@hookimpl
+def mlx_lm_kv_scheme() -> KVScheme | None:
+    return _runtime.scheme() if _runtime is not None else None

@@ -19,11 +19,13 @@ from .prefix.probing import Look, look_in_ram
 from .prefix.ram import RamTier
 from .prefix.ssd import SsdTier
 from .prefix.tiers import TieredPrefixCache
+from .schemes.spec import PLAIN, Spec
 from .settings import Settings, default_ram_bytes, format_size
 from .statistics import Statistics
 
 if TYPE_CHECKING:
     from .checkpoints.room import Checkpoints
+    from .schemes.scheme import Scheme
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -51,8 +53,10 @@ class Warms(Protocol):
 class Runtime:
     """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, spec: Spec = PLAIN):
         self.settings = settings
+        self._spec = spec
+        self._scheme: Scheme | None = None
         self.statistics = Statistics()
         self.engine: Engine | None = None
         self.args: argparse.Namespace | None = None  # of the command
@@ -132,6 +136,14 @@ class Runtime:
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
         return cache
+
+    def scheme(self) -> Scheme | None:
+        """The KV scheme, made on first use; None where KV is stored as the model makes it."""
+        if self._scheme is None and not self._spec.plain:
+            from .schemes.scheme import Scheme
+
+            self._scheme = Scheme(self._spec, self.statistics)
+        return self._scheme
 
     def model_loaded(self, source: ModelSource) -> None:
         """Start fingerprinting the weights, off the path to readiness."""
@@ -274,6 +286,7 @@ class Runtime:
             "checkpoints": self.checkpoints.stats() if self.checkpoints is not None else None,
             "ssd": self._report_ssd(caches),
             "warm": self.warmer.report() if self.warmer is not None else None,
+            "kv": self._scheme.report([entry for cache in caches for entry in cache.ram]) if self._scheme is not None else None,
         }
 
     def _report_ssd(self, caches: list[TieredPrefixCache]) -> dict[str, Any] | None:

@@ -17,6 +17,8 @@ from typing import Any
 
 from mlx_lm_hooks import UsageError
 
+from .schemes.spec import Spec, parse
+
 ENV_PREFIX = "MLX_LM_TIERED_"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -108,6 +110,10 @@ class Settings:
     prompt_cache_min_tokens: int | None = _setting(
         None, int, "Reuse no prefix of fewer tokens; it saves little, and rounds differently than a whole prefill.",
         shown="1 in a server, 64 elsewhere", metavar="N",
+    )  # fmt: skip
+    kv_scheme: Spec | None = _setting(
+        None, parse, "How KV is stored: bf16 (the model's own precision), affine:BITS[:GROUP][@START] or config[:PATH].",
+        shown="bf16, or what mlx-lm's --kv-bits say", metavar="SCHEME",
     )  # fmt: skip
     ssd_cache: Path | None = _setting(
         None, parse_directory, "Directory of the SSD tier; it is made if need be.", shown="off", metavar="DIR"

@@ -24,6 +24,7 @@ _HOMES = {
     "GenerationState": "types",
     "Host": "types",
     "Invocation": "types",
+    "KVScheme": "types",
     "ModelSource": "types",
     "PluginError": "types",
     "PrefixCache": "types",

@@ -12,7 +12,7 @@ import pluggy
 
 from . import specs
 from .markers import PROJECT
-from .types import Engine, GenerationCheckpoints, Host, Invocation, ModelSource, PluginError, PrefixCache, Route, Serves, UsageError
+from .types import Engine, GenerationCheckpoints, Host, Invocation, KVScheme, ModelSource, PluginError, PrefixCache, Route, Serves, UsageError
 
 PLUGIN_GROUP = "mlx_lm.plugins"
 HOST_GROUP = "mlx_lm.host"
@@ -120,6 +120,9 @@ class Plugins:
 
     def merge_row(self, caches: list[Any]) -> list[Any] | None:
         return self._hook.mlx_lm_merge_row(caches=caches)
+
+    def kv_scheme(self) -> KVScheme | None:
+        return self._hook.mlx_lm_kv_scheme()
 
 
 _enabled: Plugins | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .markers import hookspec
-from .types import Engine, GenerationCheckpoints, Invocation, ModelSource, PrefixCache, Route, Serves
+from .types import Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Route, Serves
 
 
 @hookspec
@@ -83,3 +83,8 @@ def mlx_lm_shutdown_timeout() -> float | None:
 @hookspec(firstresult=True)
 def mlx_lm_merge_row(caches: Sequence[Any]) -> list[Any] | None:
     """The batch form of one request's caches without copying them, or None to let upstream merge. `caches` are given up."""
+
+
+@hookspec(firstresult=True)
+def mlx_lm_kv_scheme() -> KVScheme | None:
+    """How KV is stored, or None to leave that to upstream. Called once, when mlx-lm is hooked."""

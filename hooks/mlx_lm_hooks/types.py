@@ -182,6 +182,38 @@ class GenerationCheckpoints(Protocol):
         """A request cannot have checkpoints, for a reason in a word."""
 
 
+class KVScheme(Protocol):
+    """How KV is stored, the same for a whole start. Called on the generation thread.
+
+    Caches are lists, one per layer. A sequence's first `start` tokens are run over the
+    caches that the model makes; when a cache holds exactly that many, it is converted.
+    With a start of 0 caches are made converted.
+    """
+
+    start: int
+
+    def name(self, path: Path | None) -> str:
+        """The `kv_scheme` of a model's `ModelSource`; ``plain`` where the model's KV stays as it is."""
+
+    def caches(self, model: Any, path: Path | None, caches: list[Any]) -> list[Any]:
+        """What a generation begins with, given the empty caches that the model makes."""
+
+    def convert(self, caches: list[Any]) -> None:
+        """Convert one request's caches that hold `start` tokens or more, in place. The list keeps its objects."""
+
+    def convert_rows(self, caches: list[Any], rows: Sequence[int]) -> None:
+        """Convert rows of a batch's caches, which hold exactly `start` tokens, in the list."""
+
+    def merge(self, rows: Sequence[list[Any]]) -> list[Any] | None:
+        """A batch of requests whose caches upstream cannot merge, as they differ in class; None when it can."""
+
+    def extend(self, batch: list[Any], other: list[Any]) -> list[Any]:
+        """A batch with the rows of another behind its own. Both are given up."""
+
+    def attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands in for upstream's quantized attention: the same parameters, and `sinks`. Asked for once."""
+
+
 class Engine(Protocol):
     """The server's generation loop, as a plugin may see it. Thread-safe."""
 

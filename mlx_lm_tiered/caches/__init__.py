@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..schemes.convert import leaves
+from .affine import KINDS as AFFINE
+from .affine import SingleAffineKind
 from .attention import ChunkedKind, ConcatenateKind, PlainKind
 from .batch import BatchKind, BatchRotatingKind
 from .kind import Dump, InconsistentLength, Kind, Tensor, UnknownCacheClass, kind_of, kinds, register
@@ -21,12 +24,12 @@ from .rotating import RotatingKind
 
 __all__ = [
     "Dump", "Dumped", "InconsistentLength", "Kind", "Tensor", "UnknownCacheClass", "can_cut", "check", "dump", "kind_of",
-    "kinds", "lend", "length", "load", "merge_row", "minimum_reusable", "nbytes", "observe", "register", "signatures", "stay_cuttable",
+    "kinds", "lend", "length", "load", "merge_row", "minimum_reusable", "nbytes", "observe", "quantized", "register", "signatures", "stay_cuttable",
 ]  # fmt: skip
 
 for _kind in (
     PlainKind(), RotatingKind(), QuantizedKind(), ArraysKind(), ChunkedKind(), ListKind(), ConcatenateKind(), BatchKind(),
-    BatchRotatingKind(), LayerKind(),
+    BatchRotatingKind(), LayerKind(), *AFFINE,
 ):  # fmt: skip
     register(_kind)
 
@@ -64,6 +67,11 @@ def can_cut(caches: Sequence[Any], n: int) -> bool:
     they hold, and may lend them whole.
     """
     return all_can_cut(caches, n)
+
+
+def quantized(caches: Sequence[Any]) -> bool:
+    """Whether a scheme has quantized what it quantizes of them."""
+    return any(isinstance(kind_of(leaf), SingleAffineKind) for leaf in leaves(caches))
 
 
 def stay_cuttable(caches: Sequence[Any]) -> bool:

@@ -65,7 +65,7 @@ class PlainKind(_Tokens):
         return Dump({"offset": cache.offset}, _token_tensors(cache, cache.offset))
 
     def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
-        reader = Reader(self.name, fields, arrays)
+        reader = Reader(self.name, fields, arrays, self.elements)
         cache = self.cache_class()()
         cache.offset = reader.integer("offset")
         if cache.offset:

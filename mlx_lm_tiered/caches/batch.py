@@ -81,7 +81,7 @@ class BatchKind(_Batch):
         return Dump({"_idx": cache._idx}, tensors)
 
     def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
-        reader = Reader(self.name, fields, arrays)
+        reader = Reader(self.name, fields, arrays, self.elements)
         cache = self.cache_class()([0])
         cache._idx = reader.integer("_idx")
         self._read_into(cache, reader, cache._idx)
@@ -116,7 +116,7 @@ class BatchRotatingKind(_Batch):
         return Dump(fields, tensors)
 
     def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
-        reader = Reader(self.name, fields, arrays)
+        reader = Reader(self.name, fields, arrays, self.elements)
         cache = self.cache_class()(reader.integer("max_size", 1), [0])
         cache._idx, cache._offset = reader.integer("_idx"), reader.integer("_offset")
         cache.rotated = reader.flag("rotated")

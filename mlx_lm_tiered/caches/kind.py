@@ -42,6 +42,8 @@ class Kind:
 
     name: str
     class_name: str
+    # Types that keys and values of a loaded cache may have.
+    elements: tuple[mx.Dtype, ...] = (mx.float16, mx.bfloat16, mx.float32)
 
     def cache_class(self) -> type:
         """The class itself, its module imported on demand."""

@@ -77,7 +77,7 @@ class RotatingKind(Kind):
         return Dump(fields, {"keys": Tensor(keys, axis), "values": Tensor(values, axis)})
 
     def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
-        reader = Reader(self.name, fields, arrays)
+        reader = Reader(self.name, fields, arrays, self.elements)
         max_size = reader.integer("max_size", 1)
         cache = self.cache_class()(max_size, keep=reader.integer("keep", 0, max_size - 1))
         cache.offset, cache._idx = reader.integer("offset"), reader.integer("_idx")

@@ -14,10 +14,14 @@ INDICES = (mx.int32, mx.int64)
 
 
 class Reader:
-    """Takes the fields and arrays of one dumped cache, each once. Everything raises ValueError."""
+    """Takes the fields and arrays of one dumped cache, each once. Everything raises ValueError.
 
-    def __init__(self, kind: str, fields: Any, arrays: Mapping[str, mx.array]):
+    Keys and values are of the types in `elements`.
+    """
+
+    def __init__(self, kind: str, fields: Any, arrays: Mapping[str, mx.array], elements: tuple[mx.Dtype, ...] = FLOATS):
         self.kind = kind
+        self._elements = elements
         if not isinstance(fields, dict):
             raise self.fault("fields are not an object")
         self._fields = dict(fields)
@@ -74,7 +78,7 @@ class Reader:
 
     def keys_and_values(self, tokens: int) -> tuple[mx.array, mx.array]:
         """Two arrays (batch, heads, slots, dim) with the same first three, `tokens` slots or more."""
-        keys, values = self.array("keys", 4, FLOATS), self.array("values", 4, FLOATS)
+        keys, values = self.array("keys", 4, self._elements), self.array("values", 4, self._elements)
         if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             raise self.fault("keys and values do not belong together")
         if 0 in keys.shape[:2]:

@@ -105,7 +105,8 @@ class TieredPrefixCache:
     def snapshot(self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "user") -> None:
         try:
             # A sequence that stays cuttable serves its prefixes itself, once it is put. After a reply nothing is put any more.
-            if role == "assistant" or source.kv_scheme != "plain" or not kinds.stay_cuttable(caches):
+            converts = source.kv_scheme != "plain" and not kinds.quantized(caches)
+            if role == "assistant" or converts or not kinds.stay_cuttable(caches):
                 self._put(source, tokens, kinds.lend(caches), role)
         except Exception as error:
             self._statistics.fault("put", f"storing a prefix failed ({error!r})")

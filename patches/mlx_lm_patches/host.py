@@ -47,8 +47,9 @@ class Host:
         """Gate every feature, then hook what is loaded; what is imported later is hooked then. Replaces an earlier activation."""
         self.deactivate()
         _refuse_distributed()
-        seams, unknown = _gate(invocation)
-        self._runtime = Runtime(plugins, invocation)
+        runtime = Runtime(plugins, invocation)
+        seams, unknown = _gate(invocation, {"schemes", "rows"} if runtime.scheme is not None else set())
+        self._runtime = runtime
         self._seams, self._unknown = seams, unknown
         try:
             for name in finder.WATCHED:
@@ -92,8 +93,8 @@ class Host:
         module.main()
 
 
-def _gate(invocation: Invocation) -> tuple[list[Seam], set[str]]:
-    """The seams to apply and the names of those to probe. Raises PluginError when a feature that is needed is blocked."""
+def _gate(invocation: Invocation, also: set[str]) -> tuple[list[Seam], set[str]]:
+    """The seams to apply and the names of those to probe. Raises PluginError when a feature that is needed, by the command or as one of `also`, is blocked."""
     from .arguments import strict_from_environment
 
     strict = bool(getattr(invocation.args, "plugin_strict", False)) or strict_from_environment()
@@ -101,7 +102,7 @@ def _gate(invocation: Invocation) -> tuple[list[Seam], set[str]]:
     version = sources.version()
     if not supported(version):
         raise PluginError(f"mlx-lm {version} is not supported; install a version with pip install 'mlx-lm{SUPPORTED}'")
-    required = _REQUIRED.get(invocation.command, set())
+    required = _REQUIRED.get(invocation.command, set()) | also
     blocked: dict[str, str] = {}
     unknown: set[str] = set()
     for report in (check(seam, sources) for seam in SEAMS):

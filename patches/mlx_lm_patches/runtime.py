@@ -49,6 +49,7 @@ class Runtime:
         self.plugins = plugins
         self.invocation = invocation
         self.active = True
+        self.scheme = plugins.kv_scheme()
         self.sources: dict[Hashable, ModelSource] = {}
         self.served: tuple[Callable[[], Any], ModelSource] | None = None  # a weak reference to the server's model, and its source
         self.loads = 0

@@ -22,6 +22,15 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.schemes.caches import (
+    BatchQuantizedKVCache,
+    BatchRotatingQuantizedKVCache,
+    Quantized,
+    RotatingQuantizedKVCache,
+)
+from mlx_lm_tiered.schemes.caches import QuantizedKVCache as OurQuantizedKVCache
+from mlx_lm_tiered.schemes.convert import convert
+from mlx_lm_tiered.schemes.spec import Affine
 
 HEADS, DIM = 2, 64
 
@@ -83,6 +92,9 @@ def advance(cache: Any, n: int, seed: int) -> list[Any]:
 
 def _visible(cache: Any, fetched: Any) -> Any:
     """Without what lies in the left padding: no mask shows it, and upstream rolls slack in there."""
+    if isinstance(cache, BatchQuantizedKVCache):
+        shown = (mx.arange(fetched[0][0].shape[2]) >= cache.left_padding[:, None])[:, None, :, None]
+        return [[mx.where(shown, a, mx.array(0, a.dtype)) for a in side] for side in fetched]
     if not isinstance(cache, BatchKVCache):
         return fetched
     shown = mx.arange(fetched[0].shape[2]) >= cache.left_padding[:, None]
@@ -93,7 +105,7 @@ def _next(cache: Any, n: int, seed: int) -> tuple[mx.array, mx.array]:
     rows = cache.left_padding.shape[0] if hasattr(cache, "left_padding") else 1
     if cache.keys is None:
         shape, key_dim, value_dim, dtype = (rows, HEADS, n), DIM, DIM, mx.float32
-    elif isinstance(cache, QuantizedKVCache):
+    elif isinstance(cache, (QuantizedKVCache, Quantized)):
         shape = (*cache.keys[1].shape[:2], n)
         key_dim, value_dim = (t[1].shape[3] * cache.group_size for t in (cache.keys, cache.values))
         dtype = cache.keys[1].dtype
@@ -124,6 +136,27 @@ def quantized(bit_count: int, *chunks: int, group_size: int = 32, dtype: mx.Dtyp
     cache = fill(KVCache(), first, dtype=dtype).to_quantized(group_size=group_size, bits=bit_count)
     kinds.observe([cache])
     return fill(cache, *chunks, dtype=dtype)
+
+
+def affine(make: Any, *chunks: int, bit_count: int = 4, rows: int = 1, dtype: mx.Dtype = mx.float32, at: int = 0) -> Any:
+    """A cache of a scheme; with `at`, a plain one converted when it holds that many tokens."""
+    if not at:
+        return fill(make(bits=bit_count, group_size=32), *chunks, rows=rows, dtype=dtype)
+    cache = fill(make(), at, dtype=dtype)
+    convert([cache], Affine(bit_count, 32), at)
+    return fill(cache, *chunks, dtype=dtype)
+
+
+def ring(size: int, keep: int = 0) -> Any:
+    return lambda **scheme: RotatingQuantizedKVCache(size, keep, **scheme)
+
+
+def batch_ring(size: int, padding: list[int]) -> Any:
+    return lambda **scheme: BatchRotatingQuantizedKVCache(size, padding, **scheme)
+
+
+def batch_of(padding: list[int]) -> Any:
+    return lambda **scheme: BatchQuantizedKVCache(padding, **scheme)
 
 
 def arrays(*slots: tuple[tuple[int, ...], mx.Dtype] | None, left_padding: list[int] | None = None, lengths: list[int] | None = None) -> ArraysCache:
@@ -227,6 +260,25 @@ STATES: dict[str, Callable[[], Any]] = {
     "batch-rotating-extended": lambda: extended(
         fill(BatchRotatingKVCache(8, [2, 0]), 12, rows=2), fill(BatchRotatingKVCache(8, [0]), 1, 1)
     ),
+    "affine-empty": lambda: affine(OurQuantizedKVCache),
+    **{f"affine-{b}-bits": lambda b=b: affine(OurQuantizedKVCache, 10, 3, bit_count=b) for b in (2, 3, 5, 6, 8)},
+    "affine-grown-bf16": lambda: affine(OurQuantizedKVCache, 250, 9, dtype=mx.bfloat16),
+    "affine-trimmed": lambda: affine(OurQuantizedKVCache, 20, -7),
+    "affine-converted": lambda: affine(KVCache, 3, 1, at=10),
+    "affine-rotating-empty": lambda: affine(ring(8, 2)),
+    "affine-rotating-slack": lambda: affine(ring(8, 2), 1, 1, 1, dtype=mx.float16),
+    "affine-rotating-wrapped": lambda: affine(ring(8, 3), 7, *[1] * 5),
+    "affine-rotating-long-chunk": lambda: affine(ring(8), 20, 1, 5),
+    "affine-rotating-converted": lambda: affine(lambda: RotatingKVCache(8, keep=2), 1, 1, 1, at=7),
+    "batch-affine-empty": lambda: affine(batch_of([2, 0]), rows=2),
+    "batch-affine": lambda: affine(batch_of([2, 0]), 5, 1, rows=2),
+    "batch-affine-right-padded": lambda: right_padded(affine(batch_of([0, 0]))),
+    "batch-affine-filtered": lambda: filtered(affine(batch_of([2, 1]), 5, rows=2), [0]),
+    "batch-affine-extended": lambda: extended(affine(batch_of([2, 0]), 5, rows=2), affine(batch_of([0]), 9)),
+    "batch-affine-rotating-empty": lambda: affine(batch_ring(8, [2, 0])),
+    "batch-affine-rotating": lambda: affine(batch_ring(8, [2, 0]), 5, 1, rows=2),
+    "batch-affine-rotating-rotated": lambda: affine(batch_ring(8, [2, 0]), 5, *[1] * 6, rows=2),
+    "batch-affine-rotating-right-padded": lambda: right_padded(affine(batch_ring(8, [0, 0]))),
     "layer-empty": lambda: LayerCache(4),
     "layer": lambda: layer(3),
     "layer-wrapped": lambda: layer(9, 1, 4),

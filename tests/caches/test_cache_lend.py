@@ -19,6 +19,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.schemes.caches import BatchQuantizedKVCache, Quantized, RotatingQuantizedKVCache
+from mlx_lm_tiered.schemes.caches import QuantizedKVCache as OurQuantizedKVCache
 
 SSM = ((1, 3, 8), mx.float32)
 
@@ -28,16 +30,20 @@ def operate(cache, op: str, n: int) -> None:
     if isinstance(cache, CacheList) and op in ("write", "overwrite"):
         for c in cache.caches:
             operate(c, op, n)
+    elif isinstance(cache, Quantized) and op in ("write", "overwrite"):
+        for part in cache.parts:
+            operate(part, op, n)
     elif op == "advance":
         advance(cache, n, seed=n)
     elif op == "trim" and hasattr(cache, "trim") and cache.is_trimmable():
         cache.trim(n)
-    elif op == "filter" and isinstance(cache, (BatchKVCache, ArraysCache)):
+    elif op == "filter" and isinstance(cache, (BatchKVCache, ArraysCache, BatchQuantizedKVCache)):
         cache.filter(mx.array([0]))
     elif op == "extend" and hasattr(cache, "extend") and not isinstance(cache, CacheList):
         cache.extend(kinds.lend([cache])[0])
     elif op == "merge" and hasattr(type(cache), "merge") and getattr(cache, "keys", None) is not None:
-        if not hasattr(cache, "left_padding") and cache.keys.shape[0] == 1:
+        keys = cache.keys[0] if isinstance(cache.keys, tuple) else cache.keys
+        if not hasattr(cache, "left_padding") and keys.shape[0] == 1:
             type(cache).merge([cache, cache])
     elif op == "finalize" and hasattr(cache, "finalize") and not isinstance(cache, CacheList):
         if getattr(cache, "keys", None) is not None:
@@ -100,6 +106,8 @@ COUNTING = {
     "chunked": lambda: ChunkedKVCache(8),
     "list": lambda: CacheList(KVCache(), RotatingKVCache(8)),
     "quantized": lambda: observed(QuantizedKVCache(32, 8)),
+    "affine": lambda: OurQuantizedKVCache(bits=4, group_size=32),
+    "affine-rotating": lambda: RotatingQuantizedKVCache(8, bits=8, group_size=32),
 }
 
 
@@ -143,7 +151,7 @@ def test_a_cut_is_a_run_over_fewer_tokens(name: str, chunks: list[int], share: f
     run(donor, chunks, total)
     n = round(share * total)
     if not kinds.can_cut([donor], n):
-        assert name not in ("kv", "concat", "quantized")
+        assert name not in ("kv", "concat", "quantized", "affine")
         with pytest.raises(ValueError):
             kinds.lend([donor], n)
         return

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
 
 from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.schemes.caches import Quantized, RotatingQuantizedKVCache
+from mlx_lm_tiered.schemes.caches import QuantizedKVCache as OurQuantizedKVCache
 
 SSM = ((1, 3, 8), mx.float32)
 MERGEABLE = {
@@ -22,6 +24,9 @@ MERGEABLE = {
     "nested": lambda: CacheList(KVCache(), CacheList(RotatingKVCache(12), KVCache())),
     "hybrid": lambda: CacheList(ArraysCache(2), KVCache()),
     "arrays": lambda: ArraysCache(2),
+    "affine": lambda: OurQuantizedKVCache(bits=4, group_size=32),
+    "affine-rotating": lambda: RotatingQuantizedKVCache(12, bits=8, group_size=32),
+    "affine-rotating-keep": lambda: RotatingQuantizedKVCache(12, 3, bits=8, group_size=64),
 }
 CHUNKS = st.lists(st.sampled_from([1, 1, 1, 3, 9, 20]), max_size=4)
 
@@ -51,6 +56,8 @@ def attend(cache: Any, n: int, seed: int) -> list:
     mask = cache.make_mask(n, return_array=True)
     queries, new = noise(rows, HEADS, n, DIM, seed=seed), noise(rows, HEADS, n, DIM, seed=seed + 1)
     keys, values = cache.update_and_fetch(new, new)
+    if isinstance(cache, Quantized):
+        keys, values = (mx.dequantize(*side, bits=cache.bits, group_size=cache.group_size) for side in (keys, values))
     return [bits(mask), bits(cache.offset), bits(mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask))]
 
 

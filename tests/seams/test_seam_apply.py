@@ -14,6 +14,7 @@ from mlx_lm_patches.host import host
 
 def current() -> dict[str, object]:
     """What every hooked name is now."""
+    import mlx_lm.chat
     import mlx_lm.server  # noqa: F401
 
     result = {}
@@ -27,19 +28,38 @@ def current() -> dict[str, object]:
     return result
 
 
-def activate() -> Witness:
+class Scheme:
+    """A KV scheme of which nothing is asked but its start and its attention."""
+
+    start = 5
+
+    def attention(self, upstream):
+        return lambda *args, **kwargs: upstream(*args, **kwargs)
+
+
+def activate(scheme: Scheme | None = None) -> Witness:
     plugin = Witness()
+    plugin.scheme = scheme
     host.activate(plugin.plugins(), Invocation("script", argparse.Namespace()))
     return plugin
 
 
 def test_all_names_are_replaced_and_restored():
     before = current()
-    activate()
+    activate(Scheme())
     during = current()
     host.deactivate()
     assert all(during[name] is not before[name] for name in before)
     assert current() == before
+
+
+def test_without_a_scheme_its_names_stay_upstreams():
+    before = current()
+    activate()
+    during = current()
+    host.deactivate()
+    unchanged = {name for name in before if during[name] is before[name]}
+    assert unchanged == {seam.name for seam in SEAMS if seam.feature == "schemes" and seam.build is not None}
 
 
 def test_activating_twice_wraps_once():

@@ -105,6 +105,7 @@ class Witness:
         self.events: list[dict[str, Any]] = []
         self.prefixes: list[Prefixes] = []
         self.engine: Any = None
+        self.scheme: Any = None
         self.work = 0
         self.saved = True
         self.lock = threading.Lock()
@@ -152,6 +153,10 @@ class Witness:
         self.note("prefix_cache", max_entries=max_entries, max_bytes=max_bytes, serves=serves)
         self.prefixes.append(Prefixes(self))
         return self.prefixes[-1]
+
+    @hookimpl
+    def mlx_lm_kv_scheme(self) -> Any:
+        return self.scheme
 
     @hookimpl
     def mlx_lm_model_loaded(self, source: Any) -> None:

@@ -1,10 +1,10 @@
 """The seams, one module a feature. None of them imports mlx-lm before it is hooked."""
 
 from ..seam import Seam
-from . import checkpoints, clients, http, idle, isolation, loads, prefill, prefix, rows, scripts, sequential, starting
+from . import checkpoints, clients, http, idle, isolation, loads, prefill, prefix, rows, schemes, scripts, sequential, starting
 
 SEAMS: list[Seam] = [
     seam
-    for module in (starting, prefix, loads, idle, sequential, checkpoints, scripts, http, rows, prefill, clients, isolation)
+    for module in (starting, prefix, loads, idle, sequential, checkpoints, scripts, http, rows, prefill, clients, isolation, schemes)
     for seam in module.SEAMS
 ]

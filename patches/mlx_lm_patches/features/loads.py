@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,19 @@ def source_of(model: Any, scheme: str = "plain") -> ModelSource:
     if loaded.path is None:
         return ModelSource(kv_scheme=scheme, key=("model", loaded.serial), generation=loaded.serial)
     return ModelSource(loaded.path, loaded.adapter_path, kv_scheme=scheme, generation=loaded.serial)
+
+
+def path_of(model: Any) -> Path | None:
+    """The directory that a model object was loaded from, as far as that is known."""
+    loaded = _recorded(model)
+    return loaded.path if loaded is not None else None
+
+
+def scheme_of(runtime: Runtime, model: Any, options: Sequence[Any]) -> str:
+    """How a model's KV is stored: under upstream's own `options` (bits, group size, start), where they were given, or a plugin's scheme."""
+    if options[0] is not None or runtime.scheme is None:
+        return kv_scheme(*options)
+    return runtime.scheme.name(path_of(model))
 
 
 def _recorded(model: Any) -> Loaded | None:
@@ -121,16 +134,15 @@ def build_provider_load(original: Callable[..., Any], runtime: Runtime) -> Calla
 def _provided(provider: Any, runtime: Runtime) -> ModelSource:
     """The source of what a server has just loaded."""
     args = provider.cli_args
-    bits = getattr(args, "kv_bits", None)
-    scheme = kv_scheme(bits, getattr(args, "kv_group_size", None), getattr(args, "quantized_kv_start", None))
+    options = [getattr(args, name, None) for name in ("kv_bits", "kv_group_size", "quantized_kv_start")]
     runtime.loads += 1
     draft = None
     if provider.draft_model is not None:
         loaded = _recorded(provider.draft_model)
         path = loaded.path if loaded is not None else None
-        draft = ModelSource(path, kv_scheme=scheme, key=provider.model_key[2], generation=runtime.loads)
+        draft = ModelSource(path, kv_scheme=scheme_of(runtime, provider.draft_model, options), key=provider.model_key[2], generation=runtime.loads)
     loaded = _recorded(provider.model)
-    source = ModelSource(draft=draft, kv_scheme=scheme, key=provider.model_key, generation=runtime.loads)
+    source = ModelSource(draft=draft, kv_scheme=scheme_of(runtime, provider.model, options), key=provider.model_key, generation=runtime.loads)
     if loaded is None or (draft is not None and draft.path is None):
         return source
     return replace(source, path=loaded.path, adapter_path=loaded.adapter_path)

@@ -10,13 +10,15 @@ from typing import Any
 from mlx_lm_hooks.types import ModelSource, PrefixCache
 
 from ..progress import Progress
-from ..runtime import Runtime, kv_scheme
+from ..runtime import Runtime
 from ..seam import Seam
-from .loads import source_of
+from .delayed import exact_start
+from .loads import scheme_of, source_of
 
 
 def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     parameters = inspect.signature(original)
+    original = exact_start(original, parameters, runtime)
     announced: set[ModelSource] = set()
 
     def find(call: inspect.BoundArguments) -> tuple[PrefixCache, ModelSource] | None:
@@ -34,8 +36,8 @@ def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
         prefixes = runtime.script_prefixes()
         if prefixes is None:
             return None
-        scheme = kv_scheme(options["kv_bits"], options["kv_group_size"], options["quantized_kv_start"])
-        source = source_of(options["model"], scheme)
+        own = [options[name] for name in ("kv_bits", "kv_group_size", "quantized_kv_start")]
+        source = source_of(options["model"], scheme_of(runtime, options["model"], own))
         if source not in announced:
             announced.add(source)
             runtime.plugins.model_loaded(source)
@@ -137,13 +139,19 @@ def _fresh(caches: Any, model: Any) -> bool:
 
 
 def _fits(stored: list[Any], fresh: list[Any]) -> bool:
-    """Whether stored caches are what the fresh ones become; upstream quantizes plain ones on the way."""
-    from mlx_lm.models.cache import KVCache, QuantizedKVCache
+    """Whether stored caches are what the fresh ones become; plain ones may be quantized on the way."""
+    stored_shapes, fresh_shapes = ([_shape(cache) for cache in caches] for caches in (stored, fresh))
+    return len(stored) == len(fresh) and all(
+        a == b or _plain(c) == _plain(f) for a, b, c, f in zip(stored_shapes, fresh_shapes, stored, fresh, strict=True)
+    )
 
-    def shape(cache: Any) -> Any:
-        return _shape(KVCache()) if type(cache) is QuantizedKVCache else _shape(cache)
 
-    return [shape(cache) for cache in stored] == [shape(cache) for cache in fresh]
+def _plain(cache: Any) -> Any:
+    """The shape that a quantized cache had before."""
+    if hasattr(cache, "caches"):
+        return type(cache).__name__, [_plain(inner) for inner in cache.caches]
+    names = ("max_size", "keep", "chunk_size")
+    return type(cache).__name__.replace("Quantized", ""), [getattr(cache, name, None) for name in names]
 
 
 def _shape(cache: Any) -> Any:

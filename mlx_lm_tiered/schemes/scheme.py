@@ -1,0 +1,121 @@
+"""A scheme at work: implements the contract's `KVScheme`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..statistics import Statistics
+from . import attention, mixed, plan
+from .convert import SINGLE, convert, convert_rows, leaves
+from .layers import for_model
+from .plan import Plan
+from .spec import Spec
+
+logger = logging.getLogger("mlx_lm_tiered")
+
+_ATTRIBUTE = "_mlx_lm_tiered_kv_plan"
+
+
+class Scheme:
+    """One for a start. A model that cannot be given the scheme keeps full precision, with one warning."""
+
+    def __init__(self, spec: Spec, statistics: Statistics):
+        self.spec = spec
+        self.start = spec.start
+        self._statistics = statistics
+        self.conversions = 0
+        self.plans: dict[Path | None, Plan | None] = {}  # the latest of each model, by directory; None where the scheme is off
+
+    def name(self, path: Path | None) -> str:
+        """What tells entries of this scheme from others': the schemes of all layers, where they differ by layer."""
+        if self.plans.get(path, True) is None:
+            return "plain"
+        if not self.spec.config:
+            return "plain" if self.spec.affine is None else f"affine:{self.spec.affine}@{self.start}"
+        try:
+            layers = for_model(self.spec, path)
+        except ValueError:
+            return "plain"
+        text = ",".join(f"{index}={affine}" for index, affine in sorted(layers.items())) if isinstance(layers, dict) else ""
+        return f"config:{hashlib.sha256(text.encode()).hexdigest()[:16]}" if text else "plain"
+
+    def caches(self, model: Any, path: Path | None, caches: list[Any]) -> list[Any]:
+        """A model's fresh caches as the scheme has them; under a start above 0 they begin as they are."""
+        found = self._plan(model, path, caches)
+        if found is None or self.start > 0 or len(found.affine) != len(caches):
+            return caches
+        return plan.apply(found, caches)
+
+    def due(self, caches: Sequence[Any]) -> bool:
+        """Whether some cache of a request is plain and holds `start` tokens or more."""
+        return self.start > 0 and any(type(c) in SINGLE and c.offset >= self.start for c in leaves(caches))
+
+    def convert(self, caches: list[Any]) -> None:
+        """Quantize one request's caches that are due, in place."""
+        if self.spec.affine is not None and self.due(caches) and convert(caches, self.spec.affine, self.start):
+            self.conversions += 1
+
+    def convert_rows(self, caches: list[Any], rows: Sequence[int]) -> None:
+        """Quantize rows of a batch that hold exactly `start` tokens, in the list."""
+        if self.spec.affine is not None:
+            convert_rows(caches, rows, self.spec.affine, self.start)
+            self.conversions += len(rows)
+
+    def merge(self, rows: Sequence[list[Any]]) -> list[Any] | None:
+        """A batch of requests of which some are quantized and some not yet; None where all are alike."""
+        shapes = {tuple(type(cache) for cache in leaves(row)) for row in rows}
+        if len(shapes) == 1:
+            return None
+        batch = [type(cache).merge([cache]) for cache in rows[0]]
+        for row in rows[1:]:
+            batch = self.extend(batch, [type(cache).merge([cache]) for cache in row])
+        return batch
+
+    def extend(self, batch: list[Any], other: list[Any]) -> list[Any]:
+        """A batch with the rows of another behind its own; both are given up."""
+        return [_extended(cache, more) for cache, more in zip(batch, other, strict=True)]
+
+    def attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands in for mlx-lm's quantized attention."""
+        return attention.build(upstream)
+
+    def report(self, entries: Sequence[Any]) -> dict[str, Any]:
+        """What `/stats` shows: of stored `entries` with a plan, the bytes they should take and those they do, room for growth included."""
+        planned = [(entry, found) for entry in entries if (found := self.plans.get(entry.source.path)) is not None]
+        return {
+            "scheme": str(self.spec),
+            "conversions": self.conversions,
+            "predicted_bytes": sum(found.bytes_at(entry.length) for entry, found in planned),
+            "actual_bytes": sum(entry.nbytes for entry, _ in planned),
+            "bytes_per_1000_tokens": {path.name: found.bytes_at(1000) for path, found in self.plans.items() if path and found is not None},
+        }
+
+    def _plan(self, model: Any, path: Path | None, caches: list[Any]) -> Plan | None:
+        known = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+        if known is not None and known[0] is self:
+            return known[1]
+        found = None
+        try:
+            asked = for_model(self.spec, path)
+            found = plan.make(model, caches, asked, self.start) if asked else None
+        except ValueError as error:
+            self._statistics.fault("kv_scheme", f"{self.spec.origin} {self.spec} is off for {path or 'this model'}: {error}")
+        if hasattr(model, "__dict__"):
+            # Not through nn.Module's own __setattr__, which would make it a member of the model.
+            object.__setattr__(model, _ATTRIBUTE, (self, found))
+        self.plans[path] = found
+        return found
+
+
+def _extended(cache: Any, other: Any) -> Any:
+    if hasattr(cache, "caches"):
+        cache.caches = tuple(_extended(a, b) for a, b in zip(cache.caches, other.caches, strict=True))
+        return cache
+    if hasattr(cache, "left_padding") and hasattr(cache, "update_and_fetch"):
+        return mixed.extend(cache, other)
+    cache.extend(other)
+    return cache

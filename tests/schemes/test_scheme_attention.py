@@ -1,0 +1,81 @@
+"""Attention over quantized KV: tiles against all at once, with masks, sinks and rows of different kinds."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import base
+from mlx_lm.models.base import create_causal_mask
+
+from mlx_lm_tiered.schemes import attention
+from mlx_lm_tiered.schemes.caches import QuantizedKVCache
+
+ROWS, HEADS, KV_HEADS, DIM = 2, 6, 2, 64
+
+
+def noise(*shape: int, seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def held(slots: int, bits: int = 4, dim: int = DIM, value_dim: int = 0):
+    cache = QuantizedKVCache(bits=bits, group_size=32)
+    return cache.update_and_fetch(noise(ROWS, KV_HEADS, slots, dim, seed=1), noise(ROWS, KV_HEADS, slots, value_dim or dim, seed=2))
+
+
+MASKS = {
+    "none": lambda n, slots: None,
+    "causal": lambda n, slots: "causal",
+    "window": lambda n, slots: create_causal_mask(n, slots - n, window_size=50),
+    "left padding": lambda n, slots: create_causal_mask(n, slots - n, left_padding=mx.array([3, 90])),
+    "a row that sees nothing": lambda n, slots: create_causal_mask(n, slots - n, left_padding=mx.array([0, slots])),
+    "summands": lambda n, slots: mx.where(create_causal_mask(n, slots - n), 0.0, -1e9),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("n", [1, 40])
+def test_tiles_are_within_rounding_of_upstream(name, n):
+    keys, values = held(130)
+    queries, mask = noise(ROWS, HEADS, n, DIM, seed=3), MASKS[name](n, 130)
+    expected = base.quantized_scaled_dot_product_attention(mx.array(queries), keys, values, 0.2, mask, 32, 4)
+    for tile in (13, 64, 130, 1000):
+        assert mx.abs(attention.tiled(queries, keys, values, 0.2, mask, tile=tile) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 8])
+def test_every_width(bits):
+    keys, values = held(70, bits, 128)
+    queries = noise(ROWS, HEADS, 9, 128, seed=3)
+    expected = base.quantized_scaled_dot_product_attention(mx.array(queries), keys, values, 0.1, "causal", 32, bits)
+    assert mx.abs(attention.tiled(queries, keys, values, 0.1, "causal", tile=32) - expected).max() < 1e-5
+
+
+def test_sinks_and_other_value_dimensions_as_mlx_has_them():
+    keys, values = held(70, 8, value_dim=32)
+    queries, sinks = noise(ROWS, HEADS, 9, DIM, seed=3), noise(HEADS, seed=4) * 3
+    plain = [mx.dequantize(*side, group_size=32, bits=8) for side in (keys, values)]
+    expected = mx.fast.scaled_dot_product_attention(queries, *plain, scale=0.2, mask="causal", sinks=sinks)
+    attend = attention.build(base.quantized_scaled_dot_product_attention)
+    assert mx.abs(attend(queries, keys, values, 0.2, "causal", 32, 8, sinks) - expected).max() < 1e-5
+    for mask in ("causal", noise(ROWS, HEADS, 9, 70, seed=9) > 0):
+        expected = mx.fast.scaled_dot_product_attention(queries, *plain, scale=0.2, mask=mask)
+        assert mx.abs(attend(queries, keys, values, 0.2, mask, 32, 8) - expected).max() < 1e-5
+
+
+def test_the_scores_in_memory_do_not_grow_with_the_context(monkeypatch):
+    monkeypatch.setattr(attention, "TILE", 1 << 19)
+    monkeypatch.setattr(attention, "SMALL", 1 << 16)
+    length, slots, heads = 256, 16384, 4
+    cache = QuantizedKVCache(bits=4, group_size=64)
+    for start in range(0, slots, 4096):
+        side = noise(1, 2, 4096, DIM, seed=start)
+        mx.eval(cache.update_and_fetch(side, side))
+    keys, values = cache.keys_and_values()
+    queries = noise(1, heads, length, DIM, seed=3)
+    mx.eval(queries)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    attend = attention.build(base.quantized_scaled_dot_product_attention)
+    mx.eval(attend(queries, keys, values, 0.1, "causal", 64, 4))
+    assert mx.get_peak_memory() - before < heads * length * slots * 4 / 4

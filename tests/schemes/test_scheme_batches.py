@@ -1,0 +1,108 @@
+"""Rows under a scheme: each answers as it does alone, whoever joins and leaves, whatever the chunks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+from scheme_runs import alone, batch, loaded, prompt, scheme
+
+from mlx_lm_tiered.schemes.caches import QuantizedKVCache, RotatingQuantizedKVCache
+from support.models import TINY
+
+# Past the windows of 64; the second joins a prefill, the fourth a decoding batch that others have left.
+REQUESTS = [(0, prompt(17, 1), 52), (2, prompt(90, 2), 25), (5, prompt(33, 3), 30), (40, prompt(150, 4), 8)]
+# With a start among the prompts' lengths, rows convert in their prefill, while they decode, or not at all.
+RUNS = [
+    ("llama", "affine:4:32"), ("llama", "affine:3:32@47"), ("gemma3_text", "affine:4:32"), ("gemma3_text", "affine:8:32@60"),
+    ("gemma4_text", "affine:8:32"), ("gemma4_text", "affine:3:32@47"), ("lfm2", "affine:5:32@60"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), RUNS)
+def test_rows_equal_their_solo_runs(name, text):
+    with scheme(text):
+        model = loaded(TINY[name])
+        together = batch(model, REQUESTS)
+        for (_, tokens, count), row in zip(REQUESTS, together, strict=True):
+            assert row == batch(model, [(0, tokens, count)])[0]
+            assert row == alone(model, tokens, count, step=48), "one at a time, in other chunks"
+
+
+def test_every_layer_its_own_scheme(tmp_path):
+    folder = shutil.copytree(TINY["gemma3_text"], tmp_path / "model")
+    config = [{"layer_idx": 0, "bits": 8, "group_size": 32}, {"layer_idx": 3, "bits": 3, "group_size": 32}]
+    (folder / "kv_config.json").write_text(json.dumps(config))
+    with scheme("config"):
+        from mlx_lm.models.cache import make_prompt_cache
+
+        model = loaded(folder)
+        caches = make_prompt_cache(model)
+        kinds = [(type(c).__name__, getattr(c, "bits", None)) for c in caches]
+        assert kinds == [("RotatingQuantizedKVCache", 8), ("KVCache", None), ("RotatingKVCache", None), ("QuantizedKVCache", 3)]
+        together = batch(model, REQUESTS)
+        for (_, tokens, count), row in zip(REQUESTS, together, strict=True):
+            assert row == batch(model, [(0, tokens, count)])[0] == alone(model, tokens, count)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_logits_are_those_of_upstreams_own_quantized_caches(bits):
+    from mlx_lm.models import cache
+
+    model = loaded(TINY["llama"])
+    tokens = mx.array([prompt(90)])
+    theirs = [cache.QuantizedKVCache(group_size=32, bits=bits) for _ in model.layers]
+    expected = [model(tokens[:, :70], cache=theirs), *(model(tokens[:, i : i + 1], cache=theirs) for i in range(70, 90))]
+    with scheme(f"affine:{bits}:32"):
+        ours = cache.make_prompt_cache(model)
+        assert {type(c) for c in ours} == {QuantizedKVCache}
+        seen = [model(tokens[:, :70], cache=ours), *(model(tokens[:, i : i + 1], cache=ours) for i in range(70, 90))]
+    assert all(mx.array_equal(a, b) for a, b in zip(expected, seen, strict=True))
+
+
+def test_the_start_is_exact_whatever_the_chunks():
+    """Logits and caches are a function of the tokens: what was computed before token 60 saw full precision, all later ones quantized KV."""
+    with scheme("affine:4:32@60"):
+        from mlx_lm.generate import generate_step
+        from mlx_lm.models.cache import make_prompt_cache
+
+        model = loaded(TINY["gemma3_text"])
+        runs = []
+        for step in (7, 48, 60, 2048):
+            caches = make_prompt_cache(model)
+            seen: list[int] = []
+            options = {"prompt_cache": caches, "logits_processors": [lambda tokens, logits: (seen.append(tokens.size), logits)[1]]}
+            [(_, logprobs)] = generate_step(mx.array(prompt(90)), model, max_tokens=1, prefill_step_size=step, **options)
+            assert {c.minimum_reusable_offset for c in caches} == {60}
+            assert {type(c) for c in caches} == {QuantizedKVCache, RotatingQuantizedKVCache}
+            assert seen[0] == 90, "a logits processor is shown the whole prompt"
+            runs.append(logprobs)
+        assert all(mx.abs(a - runs[0]).max() < 1e-3 for a in runs)
+
+
+def test_whoever_holds_a_slice_of_the_caches_sees_them_converted():
+    """Fault 4's kind: upstream replaces entries of a copy, and a stale list is stored."""
+    with scheme("affine:4:32@20"):
+        from mlx_lm.models.cache import make_prompt_cache
+
+        model = loaded(TINY["llama"])
+        caches = make_prompt_cache(model)
+        alone(model, prompt(40), 3, caches=caches[:])
+        assert [type(c) for c in caches] == [QuantizedKVCache] * 3
+        assert [c.offset for c in caches] == [43] * 3
+
+
+def test_drafts_with_quantized_caches_give_the_same_tokens():
+    """Fault 4: a draft model and quantized caches, both models' in one list."""
+    with scheme("affine:8:32"):
+        from mlx_lm.generate import speculative_generate_step
+        from mlx_lm.models.cache import make_prompt_cache
+
+        model = loaded(TINY["llama"])
+        expected = alone(model, prompt(40), 24)
+        caches = make_prompt_cache(model) + make_prompt_cache(model)
+        steps = speculative_generate_step(mx.array(prompt(40)), model, model, num_draft_tokens=3, max_tokens=24, prompt_cache=caches)
+        assert [int(token) for token, _, _ in steps] == expected
+        assert {type(c) for c in caches} == {QuantizedKVCache}

@@ -1,0 +1,123 @@
+"""What a scheme's text means, and the sentence for each that means nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from mlx_lm_hooks import Invocation, UsageError
+from mlx_lm_tiered.schemes.choose import choose
+from mlx_lm_tiered.schemes.spec import PLAIN, Affine, Spec, parse
+from support.models import TINY
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "canonical"),
+    [
+        ("bf16", PLAIN, "bf16"),
+        ("affine:4", Spec(Affine(4, 64)), "affine:4:64@0"),
+        ("affine:8:32@2048", Spec(Affine(8, 32), 2048), "affine:8:32@2048"),
+        ("affine:3@7", Spec(Affine(3, 64), 7), "affine:3:64@7"),
+        ("config", Spec(config=True), "config"),
+    ],
+)
+def test_meanings(text, spec, canonical):
+    assert parse(text) == spec and str(spec) == canonical and parse(canonical) == spec
+    assert spec.plain == (text == "bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("turbo", "TurboQuant is not in this version"),
+        ("turboquant:8:3", "TurboQuant is not in this version"),
+        ("affine", "write it like affine:4"),
+        ("affine:4:64:1", "write it like affine:4"),
+        ("affine:7", "7 bits are not possible; use 2, 3, 4, 5, 6 or 8"),
+        ("affine:4:48", "groups of 48 are not possible; use 32, 64 or 128"),
+        ("config:", "followed by no path"),
+        ("bf16:4", "not a scheme"),
+        ("int4", "not a scheme"),
+    ],
+)
+def test_sentences(text, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def started(asked=None, given=(), **args):
+    defaults = {"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": 5000, "draft_model": None, "model": None}
+    return Invocation("server", argparse.Namespace(**{**defaults, **args}), frozenset([*args, *given]))
+
+
+def test_upstreams_flags_mean_the_affine_scheme():
+    invocation = started(kv_bits=4, kv_group_size=32)
+    assert choose(None, invocation) == Spec(Affine(4, 32), 5000)
+    assert invocation.args.kv_bits is None, "upstream would turn its batches off"
+    assert choose(None, started()) == PLAIN
+    assert choose(parse("affine:8"), started()) == parse("affine:8")
+    # A flag beats the environment.
+    assert choose(parse("affine:8"), started(kv_bits=4)) == Spec(Affine(4, 64), 5000)
+
+
+@pytest.mark.parametrize(
+    ("asked", "invocation", "says"),
+    [
+        ("affine:4", started(given=["kv_scheme"], kv_bits=4), "--kv-scheme affine:4:64@0 and --kv-bits both say"),
+        ("bf16", started(given=["kv_scheme"], kv_group_size=32), "and --kv-group-size both say"),
+        (None, started(kv_bits=7), "--kv-bits 7 .*7 bits are not possible"),
+        (None, started(kv_bits=4, draft_model="d"), "with --draft-model cannot begin at token 5000.*--quantized-kv-start 0"),
+        ("affine:4@9", started(draft_model="d"), "with --draft-model .* use affine:4:64"),
+        ("affine:4:64", started(model=str(TINY["llama"])), "layer 0: heads of 32 cannot be cut into groups of 64; use 32"),
+        ("config", started(model=str(TINY["llama"])), "kv_config.json cannot be read"),
+    ],
+)
+def test_contradictions_end_the_start(asked, invocation, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        choose(asked and parse(asked), invocation)
+    assert "\n" not in str(caught.value)
+
+
+GOOD = {"layer_idx": 1, "bits": 4, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is not JSON"),
+        ({}, "is not a list"),
+        ([{"bits": 4}], "entry 0 has no layer_idx"),
+        ([GOOD, GOOD], "layer 1 is listed twice"),
+        ([{**GOOD, "layer_idx": 3}], "layer 3 is out of range: model has KV for layers 0 to 2"),
+        ([{**GOOD, "layer_idx": -1}], "layer -1 is out of range"),
+        ([{**GOOD, "bits": 7}], "layer 1: 7 bits are not possible"),
+        ([{**GOOD, "group_size": 48}], "layer 1: groups of 48"),
+        ([{**GOOD, "group_size": 128}], "layer 1: heads of 32 cannot be cut into groups of 128"),
+        ([{**GOOD, "mode": "x"}], "layer 1 has a field 'mode'"),
+        ([{"layer_idx": 1, "bits": 4}], "layer 1 has no group_size"),
+    ],
+)
+def test_a_config_that_cannot_be_names_the_layer(tmp_path, content, says):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text((TINY["llama"] / "config.json").read_text())
+    (folder / "kv_config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(UsageError, match=says):
+        choose(parse("config"), started(model=str(folder)))
+    named = folder / "kv_config.json"
+    if "heads" not in says and "range" not in says:
+        with pytest.raises(UsageError, match=says):
+            choose(parse(f"config:{named}"), started())
+
+
+def test_layers_that_read_others_have_no_scheme_of_their_own(tmp_path):
+    """Gemma 4's last layers share KV: 6 layers, 4 caches."""
+    text = json.loads((TINY["gemma4_text"] / "config.json").read_text())
+    caches = text["num_hidden_layers"] - text["num_kv_shared_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    (tmp_path / "kv_config.json").write_text(json.dumps([{**GOOD, "layer_idx": caches}]))
+    with pytest.raises(UsageError, match=f"layer {caches} is out of range: .* has KV for layers 0 to {caches - 1}"):
+        choose(parse("config"), started(model=str(tmp_path)))

@@ -1,0 +1,94 @@
+"""KV schemes in real servers: batches stay on, every tier and every kind of request gives the same tokens, wrong flags end the start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from mlx_lm_tiered.bench.server import Server
+from support.models import ENDLESS, document
+from support.server import tiered
+
+# Past the windows of 64 tokens; two pairs share a beginning.
+TEXTS = [document(500), document(500) + " It is", document(120, start=900), document(300, start=2000)]
+
+LONGER = TEXTS[0] + " and the other"
+
+
+def ask(server: Server, text: str, count: int = 24, **options):
+    return server.complete(text, max_tokens=count, tokens=True, logit_bias=ENDLESS, **options)
+
+
+def together(server: Server, counts=(24, 8, 16, 24)) -> list[list[int]]:
+    answers: dict[int, list[int]] = {}
+
+    def one(place: int) -> None:
+        answers[place] = ask(server, TEXTS[place], counts[place]).tokens
+
+    threads = [threading.Thread(target=one, args=(place,)) for place in range(len(TEXTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[place] for place in range(len(TEXTS))]
+
+
+@pytest.mark.parametrize("flags", [["--kv-scheme", "affine:4:32"], ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "100"]])
+def test_6_and_12_batches_and_tiers_answer_as_one_request_alone(tiny_gemma3, cache_dir, tmp_path, flags):
+    """Gemma with quantized KV works (6), its requests share batches (12), and what is restored continues as what was computed."""
+    with tiered(tiny_gemma3, None, "--prompt-cache-bytes", "0", *flags, log=tmp_path / "alone") as server:
+        alone = [ask(server, text).tokens for text in TEXTS]
+        assert together(server) == [tokens[:n] for tokens, n in zip(alone, (24, 8, 16, 24), strict=True)]
+        longer = ask(server, LONGER).tokens
+    with tiered(tiny_gemma3, cache_dir, "--ssd-restore", "always", *flags, log=tmp_path / "first") as server:
+        assert [ask(server, text).tokens for text in TEXTS] == alone
+        hits = [ask(server, text) for text in TEXTS]
+        assert [hit.tokens for hit in hits] == alone and all(hit.cached_tokens == hit.prompt_tokens - 1 for hit in hits)
+        # A seed keeps a request out of the batch.
+        assert [ask(server, text, seed=7).tokens for text in TEXTS] == alone
+        stats = server.stats()
+        assert stats["faults"] == {} and stats["kv"]["scheme"].startswith("affine:")
+        assert (stats["kv"]["conversions"] > 0) == ("--kv-bits" in flags)
+        assert stats["kv"]["predicted_bytes"] <= stats["kv"]["actual_bytes"]
+        assert server.terminate() == 0
+    with tiered(tiny_gemma3, cache_dir, "--ssd-restore", "always", *flags, log=tmp_path / "second") as server:
+        assert together(server) == [tokens[:n] for tokens, n in zip(alone, (24, 8, 16, 24), strict=True)]
+        more = ask(server, LONGER)
+        assert more.cached_tokens > 100 and more.tokens == longer
+        assert server.stats()["hits_by_tier"]["ssd"] >= 3 and server.stats()["faults"] == {}
+
+
+def test_4_quantized_caches_with_a_draft_model(tiny_llama, cache_dir, tmp_path):
+    flags = ["--draft-model", str(tiny_llama), "--num-draft-tokens", "3", "--kv-scheme", "affine:8:32"]
+    with tiered(tiny_llama, None, "--prompt-cache-bytes", "0", "--kv-scheme", "affine:8:32", log=tmp_path / "plain") as server:
+        expected = [ask(server, text).tokens for text in TEXTS]
+    with tiered(tiny_llama, cache_dir, "--ssd-restore", "always", *flags, log=tmp_path / "drafted") as server:
+        assert [ask(server, text).tokens for text in TEXTS * 2] == expected * 2
+        assert ask(server, TEXTS[0]).cached_tokens > 100
+        assert server.stats()["faults"] == {}
+
+
+def test_schemes_do_not_share_entries(tiny_llama, cache_dir, tmp_path):
+    """Fault 18's kind."""
+    for scheme, reused in (("affine:8:32", False), ("affine:8:32@50", False), ("affine:8:32", True)):
+        with tiered(tiny_llama, cache_dir, "--ssd-restore", "always", "--kv-scheme", scheme, log=tmp_path / "log") as server:
+            assert (ask(server, TEXTS[0], 2).cached_tokens > 0) == reused
+            assert server.terminate() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--kv-scheme", "affine:4", "--kv-bits", "4"], "both say how KV is stored"),
+        (["--kv-scheme", "affine:4:64"], "layer 0: heads of 32 cannot be cut into groups of 64"),
+    ],
+)
+def test_wrong_flags_end_the_start_with_one_sentence(tiny_llama, flags, says):
+    command = [sys.executable, "-m", "mlx_lm.server", "--plugin", "tiered", "--model", str(tiny_llama), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    [line] = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert says in line
