@@ -141,6 +141,7 @@ class _Killing:
 
     def _start(self) -> Server:
         flags = ["--ssd-cache-max", str(self._cap), "--prompt-cache-bytes", str(self._cap // 6), "--ssd-demote-idle", "0.3"]
+        flags += ["--ssd-restore", "always"]  # whether it pays is not the question
         self._counts["starts"] += 1
         return Server(self._model, self._log, tiered_flags(self._directory, *flags), command=server_command(), wait=False)
 

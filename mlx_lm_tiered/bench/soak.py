@@ -45,7 +45,7 @@ def run(model: Path | None, requests: int, seed: int = 0) -> dict[str, Any]:
             shutil.copytree(place, other)
         traffic = Traffic(seed, turns=5, characters=200, models=[str(other), str(place)] if other.exists() else [])
         directory = Path(scratch) / "cold"
-        flags = ["--ssd-cache-max", str(DISK), "--prompt-cache-bytes", RAM, "--ssd-demote-idle", "5"]
+        flags = ["--ssd-cache-max", str(DISK), "--prompt-cache-bytes", RAM, "--ssd-demote-idle", "5", "--ssd-restore", "always"]
         with Server(place, Path(scratch) / "server.log", tiered_flags(directory, *flags), command=server_command()) as server:
             with Progress("requests") as progress:
                 samples = _soak(server, traffic, requests, directory, progress)

@@ -18,18 +18,14 @@ import os
 import shutil
 import tempfile
 import time
-import zlib
 from dataclasses import fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_lm_hooks import ModelSource
 from mlx_lm_tiered import caches as kinds
@@ -37,72 +33,11 @@ from mlx_lm_tiered.cold.directory import Directory
 from mlx_lm_tiered.runtime import Runtime
 from mlx_lm_tiered.settings import Settings
 from support.disk import Disk
+from support.token_caches import CUTTABLE, FAMILIES, Tokens, content, goes_on, make
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate] + ([] if os.environ.get("NOSHRINK") else [Phase.shrink])
 EXAMPLES = int(os.environ.get("MLX_LM_TIERED_EXAMPLES", "12"))
-WINDOW = 16
 ROOMY = 64 << 20
-
-Tokens = tuple[int, ...]
-
-
-def _numbers(tokens: Tokens, salt: int, dim: int) -> mx.array:
-    """(1, 2, tokens, dim) float32; those of a token depend on it and all before it."""
-    hashes, crc = [], salt
-    for token in tokens:
-        crc = zlib.crc32(token.to_bytes(8, "big"), crc)
-        hashes.append(crc)
-    rows = (np.array(hashes, np.uint64)[:, None] * np.arange(1, 2 * dim + 1, dtype=np.uint64)) % 65_521
-    return mx.array((rows.astype(np.float32) / 65_521).reshape(len(tokens), 2, dim).transpose(1, 0, 2)[None])
-
-
-def _kv(cache: Any, tokens: Tokens, salt: int, piece: int) -> Any:
-    dim = 32 if isinstance(cache, QuantizedKVCache) else 8
-    values = _numbers(tokens, salt, dim)
-    for start in range(0, len(tokens), piece):
-        cache.update_and_fetch(values[:, :, start : start + piece], values[:, :, start : start + piece] + 1)
-    return cache
-
-
-def _quantized(tokens: Tokens, salt: int) -> Any:
-    cache = QuantizedKVCache(group_size=32, bits=8)
-    kinds.observe([cache])
-    return _kv(cache, tokens, salt, len(tokens))
-
-
-def _state(tokens: Tokens, salt: int) -> ArraysCache:
-    cache = ArraysCache(size=2)
-    cache[0], cache[1] = _numbers(tokens, salt, 8)[:, :, -1:], _numbers(tokens, salt + 1, 8)[:, :, -1]
-    return cache
-
-
-# A ring's layout depends on the steps that filled it: always one token a step.
-FAMILIES = {
-    "plain": lambda t: [_kv(KVCache(), t, salt, len(t)) for salt in (1, 2)],
-    "quantized": lambda t: [_quantized(t, 1), _kv(KVCache(), t, 2, len(t))],
-    "rotating": lambda t: [_kv(RotatingKVCache(WINDOW), t, salt, 1) for salt in (1, 2)],
-    "recurrent": lambda t: [_state(t, 1), _state(t, 2)],
-    "mixed": lambda t: [_kv(KVCache(), t, 1, len(t)), _state(t, 2), _kv(RotatingKVCache(WINDOW), t, 3, 1)],
-}
-CUTTABLE = ("plain", "quantized")
-
-
-@lru_cache(maxsize=2000)
-def _made(family: str, tokens: Tokens) -> list[Any]:
-    caches = FAMILIES[family](tokens)
-    mx.eval([cache.state for cache in caches])
-    return caches
-
-
-def make(family: str, tokens: Tokens) -> list[Any]:
-    return kinds.lend(_made(family, tokens))
-
-
-def content(caches: list[Any]) -> Any:
-    """Everything that the caches hold, as bytes."""
-    dumped = kinds.dump(caches)
-    return dumped.descriptors, {name: np.array(t.array).tobytes() for name, t in dumped.tensors.items()}
-
 
 def common(a: Tokens, b: Tokens) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -203,20 +138,17 @@ class Tiers(RuleBasedStateMachine):
                 self.resident.add(tokens)
 
     @precondition(lambda self: self.known)
-    @rule(data=st.data(), more=st.integers(1, 10), other=st.integers(0, 2), goes_on=st.booleans())
-    def take(self, data: st.DataObject, more: int, other: int, goes_on: bool) -> None:
+    @rule(data=st.data(), more=st.integers(1, 10), other=st.integers(0, 2), put=st.booleans())
+    def take(self, data: st.DataObject, more: int, other: int, put: bool) -> None:
         """A request: its prefix is looked up, the rest computed, and the longer sequence put."""
         known: Tokens = data.draw(st.sampled_from(self.known))
         known = known[: data.draw(st.integers(1, len(known)))] if data.draw(st.booleans()) else known
         query = (*known, *(5000 + 100 * other + i for i in range(more)))
         taken = self.look(query)
-        if taken is not None and goes_on and self.family in CUTTABLE:
+        if taken is not None and put and self.family in CUTTABLE:
             # In place, as a request does: what is stored must not change by it.
-            rest = _made(self.family, query)
-            for cache, whole in zip(taken.caches, rest, strict=True):
-                numbers = _numbers(query, 2 if isinstance(cache, KVCache) and self.family == "quantized" else _salt(rest, whole), _dim(cache))
-                cache.update_and_fetch(numbers[:, :, taken.length :], numbers[:, :, taken.length :] + 1)
-            assert content(taken.caches) == content(rest)
+            goes_on(self.family, taken.caches, taken.length, query)
+            assert content(taken.caches) == content(make(self.family, query))
             self.store(query, taken.caches)
 
     def look(self, query: Tokens) -> Any:
@@ -327,14 +259,6 @@ class Tiers(RuleBasedStateMachine):
 
 def _key(tokens: Tokens) -> bytes:
     return np.array(tokens, ">i8").tobytes()
-
-
-def _dim(cache: Any) -> int:
-    return 32 if isinstance(cache, QuantizedKVCache) else 8
-
-
-def _salt(caches: list[Any], cache: Any) -> int:
-    return next(i for i, other in enumerate(caches, 1) if other is cache)
 
 
 Tiers.TestCase.settings = settings(
