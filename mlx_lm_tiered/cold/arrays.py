@@ -65,15 +65,15 @@ def capacities(specs: tuple[TensorSpec, ...]) -> list[tuple[int, ...]]:
 class Landing:
     """A new array of `shape`, with room for `spec`, and the places where files' bytes go in it.
 
-    Finished on the generation thread; made and filled on any one.
+    Finished on the generation thread; made and filled on any one, which is `beside` when it is another.
     """
 
-    def __init__(self, spec: TensorSpec, shape: tuple[int, ...]):
+    def __init__(self, spec: TensorSpec, shape: tuple[int, ...], beside: bool = False):
         self._spec = spec
         self._array: mx.array | None = None
         dtype = MLX_DTYPES[spec.dtype]
         if _shared_memory():
-            self._array = fresh(shape, dtype)
+            self._array = fresh(shape, dtype, beside)
             view = np.array(self._array.view(mx.uint16, stream=mx.cpu) if dtype == mx.bfloat16 else self._array, copy=False)
             if not (view.flags.writeable and view.flags.c_contiguous):
                 raise RuntimeError("mlx no longer lends its buffers to numpy")

@@ -116,11 +116,12 @@ class Assembly:
     """The arrays of an entry: allocated, filled from the files of its chain in any order, then finished.
 
     `fill` reads with several threads; `allocation` and `filling` do their work piece
-    by piece, on any one. Memory: the arrays, and on CUDA one tensor more.
+    by piece, on any one, `beside` the generation thread. Memory: the arrays, and on CUDA one tensor more.
     """
 
-    def __init__(self, meta: Meta):
+    def __init__(self, meta: Meta, beside: bool = False):
         self._meta = meta
+        self._beside = beside
         self._specs = meta.whole
         self._landings: list[Landing] = []
         self._settled = False
@@ -133,7 +134,7 @@ class Assembly:
     def allocation(self) -> Iterator[int]:
         """Make the arrays, one a piece; gives 0 for each."""
         for spec, shape in zip(self._specs, capacities(self._specs), strict=True):
-            self._landings.append(Landing(spec, shape))
+            self._landings.append(Landing(spec, shape, self._beside))
             yield 0
 
     def fill(self, reader: EntryReader, until: int, verify: bool) -> None:

@@ -75,7 +75,7 @@ class Restore:
             with _blaming(self._entry, status):
                 for reader in readers[:-1]:
                     shared(meta, reader.header.meta)  # before anything is allocated: so all its bytes are in the files
-                assembly = Assembly(meta)
+                assembly = Assembly(meta, beside=pieces)
                 yield from assembly.allocation()
             for one, reader, until in zip(chain, readers, [*starts[1:], meta.length], strict=True):
                 with _blaming(one, reader.status):
