@@ -17,7 +17,7 @@ import mlx.core as mx
 from .directory import Directory
 from .family import DiskFile, leaves_first, rootless
 from .format import BadEntry
-from .reader import open_entry
+from .files import open_file
 
 UNUSED = 30 * 24 * 3600.0  # seconds
 
@@ -56,7 +56,7 @@ def _foreign(paths: Iterable[Path]) -> bool:
     """Whether no server with what is installed here can read these entries of one fingerprint."""
     for path in paths:
         try:
-            with open_entry(path) as reader:
+            with open_file(path) as reader:
                 return _made_elsewhere(reader.header.meta.provenance)
         except BadEntry:
             continue  # another format, or damaged

@@ -16,11 +16,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from .files import PIECE
 from .format import DTYPES, TensorSpec
 from .fresh import fresh
 
 STEP = 256  # tokens by which upstream's caches grow (`KVCache.step`)
-PIECE = 2 << 20  # bytes read at once: large for a disk that reads ahead, small enough that hashing finds them in the processor's cache
 MAX_RUNS = 512  # of one vectored read; systems allow 1024
 # Room for growth in one entry. Real entries stay far below; a hostile header could ask for a thousandfold of its file.
 MAX_ROOM = 4 << 30

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .directory import Directory
 from .format import BadEntry, ForeignEntry, Header, Meta
-from .reader import open_entry
+from .files import open_file
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def listing(directory: Directory) -> Iterator[Listed]:
     problems: dict[Path, tuple[str, str]] = {}
     for file in files:
         try:
-            with open_entry(file.path) as reader:
+            with open_file(file.path) as reader:
                 headers[file.path] = reader.header
         except FileNotFoundError:
             continue
@@ -77,7 +77,7 @@ def entries(root: Path) -> Iterator[Listed]:
 def check(path: Path) -> str:
     """What is wrong with an entry file, tensors included; empty when nothing is."""
     try:
-        with open_entry(path) as reader:
+        with open_file(path) as reader:
             reader.check()
     except (BadEntry, OSError) as error:
         return str(error)

@@ -15,7 +15,7 @@ from ..prefix.compact import pack
 from .catalog import Catalog, ColdEntry
 from .family import DiskFile, entry_name
 from .format import BadEntry, ForeignEntry, Meta
-from .reader import read_summary_and_tokens
+from .files import read_summary_and_tokens
 
 READERS = 2  # threads that read and hash; between them the interpreter's lock leaves room for no more
 AHEAD = 64  # files that may have been read and not yet been indexed

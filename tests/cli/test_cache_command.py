@@ -42,11 +42,16 @@ def run(capsys, *argv: object) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_ls_loads_nothing_of_mlx_lm(three: list[Path], cache_dir: Path):
-    script = "import sys\nfrom mlx_lm_tiered.cli import main\nmain(['cache', 'ls', sys.argv[1]])\n"
-    script += "print([name for name in ('mlx_lm', 'transformers', 'tokenizers') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script, str(cache_dir)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]" and "900" in done.stdout
+@pytest.mark.parametrize("command", ["ls", "verify", "clear", "show", "export", "import"])
+def test_commands_that_need_no_mlx_load_none(three: list[Path], cache_dir: Path, tmp_path: Path, command: str):
+    argv = {"show": [three[0].name[:6], cache_dir], "export": ["--all", cache_dir, "-o", tmp_path / "x.tar"], "import": [tmp_path / "made.tar", cache_dir]}
+    if command == "import":
+        main(["cache", "export", "--all", str(cache_dir), "-o", str(tmp_path / "made.tar")])
+    script = "import sys\nfrom mlx_lm_tiered.cli import main\ncode = main(['cache', *sys.argv[1:]])\n"
+    script += "print(code, [name for name in ('mlx', 'mlx.core', 'mlx_lm', 'transformers', 'tokenizers') if name in sys.modules])"
+    words = [command, *map(str, argv.get(command, [cache_dir]))]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"
 
 
 def test_list(three: list[Path], cache_dir: Path, capsys):

@@ -11,7 +11,7 @@ from ...cold.catalog import MAX_CHAIN
 from ...cold.family import NAME_DIGITS
 from ...cold.format import BadEntry
 from ...cold.listing import Listed
-from ...cold.reader import open_entry
+from ...cold.files import open_file
 from ..terminal import usage
 
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -62,7 +62,7 @@ def key_of(chain: Iterable[Listed]) -> bytes:
     """All tokens of a chain, as an index key, checked by their checksums. Raises BadEntry or OSError."""
     key = b""
     for link in chain:
-        with open_entry(link.path) as reader:
+        with open_file(link.path) as reader:
             start = reader.header.meta.start * 8
             if reader.header.checksum != link.checksum or len(key) < start:
                 raise BadEntry("What it continues is missing or was replaced.")

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from ...cold import listing
 from ...cold.format import BadEntry
 from ...cold.listing import Listed
-from ...cold.reader import EntryReader, open_entry
+from ...cold.files import EntryFile, open_file
 from ...cold.writer import full_sync
 from ...settings import format_size
 from ..terminal import bytes_bar, say, usage
@@ -77,7 +77,7 @@ def write(output: Path, plan: list[Listed]) -> list[tuple[Path, str]]:
                 left_out.append((entry.path, "what it continues is left out"))
                 continue
             try:
-                with open_entry(entry.path) as reader:
+                with open_file(entry.path) as reader:
                     if reader.header.checksum != entry.checksum:
                         raise BadEntry("it was replaced meanwhile")
                     reader.check()
@@ -94,7 +94,7 @@ def write(output: Path, plan: list[Listed]) -> list[tuple[Path, str]]:
     return left_out
 
 
-def _copy(reader: EntryReader, name: str, used: int, out: BinaryIO) -> None:
+def _copy(reader: EntryFile, name: str, used: int, out: BinaryIO) -> None:
     size = reader.status.st_size
     out.write(archive.header(name, size, used // 10**9))
     for at in range(0, size, PIECE):

@@ -24,7 +24,7 @@ from ...cold.catalog import Catalog
 from ...cold.directory import BLOCK, Directory
 from ...cold.format import BadEntry
 from ...cold.limits import affordable
-from ...cold.reader import open_entry
+from ...cold.files import open_file
 from ...cold.scan import Segment, scan
 from ...cold.writer import full_sync
 from ...settings import Settings, env_name, format_size, parse_size
@@ -141,7 +141,7 @@ def _item(fd: int, member: Member, checksum: str, root: Path, catalog: Catalog, 
 def _same(path: Path, checksum: str) -> bool:
     """Whether a file is the entry with this checksum."""
     try:
-        with open_entry(path) as reader:
+        with open_file(path) as reader:
             return reader.header.checksum == checksum
     except (BadEntry, OSError):
         return False

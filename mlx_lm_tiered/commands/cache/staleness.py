@@ -13,8 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_lm_hooks import ModelSource
 
 from ...cold.listing import Listed
@@ -36,6 +34,8 @@ class Staleness:
         return {fingerprint: why for fingerprint, why in found.items() if why}
 
     def _reason(self, provenance: Mapping[str, Any]) -> str:
+        import mlx.core as mx  # not at the top: only this needs it of what the commands import
+
         for key, package, here in (("mlx", "mlx", mx.__version__), ("mlx_lm", "mlx-lm", version("mlx-lm"))):
             made = provenance.get(key)
             if isinstance(made, str) and made != here:
