@@ -35,6 +35,7 @@ from .traffic import Reply, Traffic, same_tokens
 CLIENTS = 3
 CAP_TOKENS = 16_000  # what the cap has room for
 MOMENTS = {"any": 40, "saving": 40, "starting": 10, "stopping": 10}  # of the kill, in percent
+PATIENCE = 120.0  # seconds without a byte after which the server counts as stuck
 KEPT = 40  # promises remembered
 OURS = {"lock", "identities.json", "rates.json"}  # files besides entries that a directory has
 
@@ -149,6 +150,7 @@ class _Killing:
         """Everything that must be so after a start."""
         self._compare()
         server.wait_healthy()
+        server.timeout = PATIENCE
         deadline = time.monotonic() + 60
         while (ssd := server.stats()["ssd"])["scanning"] or not ssd["scans"]:
             if time.monotonic() > deadline:

@@ -32,6 +32,7 @@ CLIENTS = 4
 SAMPLES = 60
 RAM, DISK = "8MB", 16 * 10**6
 RSS_LIMIT = 4.0  # MB per 1000 requests: a leak of 4 KB a request
+PATIENCE = 120.0  # seconds without a byte after which a request counts as failed
 COMPARED = 40  # answers at most
 
 
@@ -47,6 +48,7 @@ def run(model: Path | None, requests: int, seed: int = 0) -> dict[str, Any]:
         directory = Path(scratch) / "cold"
         flags = ["--ssd-cache-max", str(DISK), "--prompt-cache-bytes", RAM, "--ssd-demote-idle", "5", "--ssd-restore", "always"]
         with Server(place, Path(scratch) / "server.log", tiered_flags(directory, *flags), command=server_command()) as server:
+            server.timeout = PATIENCE
             with Progress("requests") as progress:
                 samples = _soak(server, traffic, requests, directory, progress)
             stats = server.stats()

@@ -230,15 +230,29 @@ def test_what_cannot_work_exits_2_with_one_sentence(tiny_llama, tmp_path, flags,
 
 
 def test_two_servers_share_a_directory(tiny_llama, cache_dir, tmp_path):
-    """Fault 30's kind: neither deletes nor spoils what the other wrote."""
-    with tiered(tiny_llama, cache_dir, log=tmp_path / "a") as a, tiered(tiny_llama, cache_dir, log=tmp_path / "b") as b:
-        ask(a, document(LONG))
-        ask(b, "b " + document(LONG))
+    """Fault 30's kind: neither deletes nor spoils what the other wrote, and each uses it while both run."""
+    texts = {"a": document(LONG), "b": "b " + document(LONG)}
+    flags = ["--ssd-restore", "always"]
+    with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "a") as a, tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "b") as b:
+        cold = {"a": ask(a, texts["a"]), "b": ask(b, texts["b"])}
         assert a.flush()[0] == b.flush()[0] == 200
+        for server, text in ((b, "a"), (a, "b")):
+            deadline = time.monotonic() + 30
+            while not server.stats()["ssd"]["found_later"] and time.monotonic() < deadline:
+                server.complete("hi", max_tokens=1)  # requests make it look, every few seconds
+                time.sleep(0.1)
+            answer = ask(server, texts[text])
+            assert answer.cached_tokens == cold[text].prompt_tokens - 1 and answer.tokens == cold[text].tokens
+            assert server.stats()["hits_by_tier"]["ssd"] == 1
         assert a.terminate() == 0
-    with tiered(tiny_llama, cache_dir, log=tmp_path / "c") as c:
-        assert ask(c, document(LONG)).cached_tokens > 0
-        assert ask(c, "b " + document(LONG)).cached_tokens > 0
+        # The one that goes on has lost nothing by it.
+        assert b.request("POST", "/admin/drain", b"")[0] == 200
+        assert ask(b, texts["b"]).cached_tokens == cold["b"].prompt_tokens - 1
+        assert b.stats()["ssd"]["corrupt"] == 0
+    with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "c") as c:
+        for text in texts:
+            assert ask(c, texts[text]).tokens == cold[text].tokens
+        assert c.stats()["hits_by_tier"]["ssd"] == 2
 
 
 def test_a_port_in_use_ends_as_on_stock(tiny_llama, cache_dir, tmp_path):
