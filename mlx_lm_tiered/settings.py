@@ -124,7 +124,7 @@ class Settings:
     )  # fmt: skip
     ssd_cache_verify: str = _setting(
         "auto", one_of("auto", "always", "never"),
-        "Check the checksums of an entry's tensors when it is restored: always, never, or auto (while that costs less than the read).",
+        "Check the checksums of an entry's tensors when it is restored: always, never, or auto (each file once, then while that costs less than the read).",
         shown="auto", metavar="WHEN", needs="ssd_cache",
     )  # fmt: skip
     ssd_restore: str = _setting(

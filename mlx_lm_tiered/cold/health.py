@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 
 logger = logging.getLogger("mlx_lm_tiered")
 
 RETRY_AFTER = 30.0  # seconds until a directory that failed is tried again
+MAX_KNOWN = 100_000  # files remembered as checked
 MAX_LINES = 5  # warnings of one kind; later ones are only counted
 
 
@@ -60,8 +61,9 @@ class Bounded:
 class Checking:
     """Decides whether the next restore compares checksums.
 
-    ``auto`` checks while hashing a byte takes no longer than reading it did lately;
-    every 16th restore is checked anyway, so that the measurement stays fresh.
+    ``auto`` checks every file at its first restore in this process, and again while
+    hashing a byte takes no longer than reading it did lately; every 16th restore is
+    checked anyway, so that the measurement stays fresh.
     """
 
     MODES = ("auto", "always", "never")
@@ -73,17 +75,28 @@ class Checking:
         self._read: float | None = None  # seconds per byte
         self._hash: float | None = None
         self._skipped = 0
+        self._known: set[Hashable] = set()
         self._lock = threading.Lock()
 
-    def wanted(self) -> bool:
+    def wanted(self, files: Collection[Hashable] = ()) -> bool:
+        """Whether to check the next restore, which needs these files."""
         if self.mode != "auto":
             return self.mode == "always"
         with self._lock:
+            if not self._known.issuperset(files):
+                return True
             if self._read is None or self._hash is None or self._hash <= self._read or self._skipped >= 15:
                 self._skipped = 0
                 return True
             self._skipped += 1
             return False
+
+    def found_sound(self, files: Collection[Hashable]) -> None:
+        """Note that these were checked."""
+        with self._lock:
+            if len(self._known) > MAX_KNOWN:
+                self._known.clear()
+            self._known.update(files)
 
     def measured(self, size: int, read_seconds: float, hash_seconds: float | None) -> None:
         """Note one restore of `size` bytes; None when it was not checked. Recent ones weigh a quarter."""

@@ -70,7 +70,8 @@ class Restore:
         with ExitStack() as files:
             readers = [_open(files, one) for one in chain]
             starts = _check_chain(self._entry, readers)
-            verify = checking.wanted()
+            files_read = [(reader.status.st_dev, reader.status.st_ino, reader.header.checksum) for reader in readers]
+            verify = checking.wanted(files_read)
             meta, status = readers[-1].header.meta, readers[-1].status
             with _blaming(self._entry, status):
                 for reader in readers[:-1]:
@@ -83,6 +84,8 @@ class Restore:
                         yield from assembly.filling(reader, until, verify)
                     else:
                         assembly.fill(reader, until, verify)
+            if verify:
+                checking.found_sound(files_read)
             checking.measured(
                 sum(reader.status.st_size for reader in readers),
                 sum(reader.read_seconds for reader in readers),

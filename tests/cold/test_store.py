@@ -210,6 +210,41 @@ def test_automatic_verification_stops_where_hashing_costs_more_than_reading():
     assert checking.wanted()
 
 
+def test_automatic_verification_checks_every_file_once(tmp_path, monkeypatch):
+    root = tmp_path / "c"
+    store = scanned(root)
+    caches = {start: plain(50, seed=start) for start in (0, 1000, 2000)}
+    for start, held in caches.items():
+        save(store, job(range(start, start + 50), held))
+    store = scanned(root)
+    for _ in range(10):
+        store._checking.measured(100, 1.0, 5.0)  # hashing does not pay here
+    for path in sorted((root / "v1").rglob("*.safetensors"))[:2]:
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+    found = [restore(store, range(start, start + 50)) for start in caches]
+    assert found.count(None) == 2
+    assert all(f is None or same(f, held) for f, held in zip(found, caches.values(), strict=True))
+    (whole,) = (start for start, f in zip(caches, found, strict=True) if f is not None)
+    hashed = []
+    monkeypatch.setattr("mlx_lm_tiered.cold.restore.Assembly.fill", _noting(hashed))
+    restore(store, range(whole, whole + 50))
+    assert hashed == [False]
+
+
+def _noting(hashed):
+    from mlx_lm_tiered.cold.reader import Assembly
+
+    fill = Assembly.fill
+
+    def noting(self, reader, until, verify):
+        hashed.append(verify)
+        fill(self, reader, until, verify)
+
+    return noting
+
+
 def test_links_in_the_directory_are_not_followed(tmp_path):
     root = tmp_path / "c"
     path = save(scanned(root), job(range(50)))
