@@ -68,11 +68,12 @@ class Runtime:
         self._namespaces: dict[ModelSource, Hashable] = {}
         self._flushes = _Flushes()
         self._announcement = "SSD tier off (--ssd-cache DIR)"
-        self._store = self._queue = self._identities = self._ssd = self._restorer = self._rates = None
+        self._store = self._queue = self._identities = self._ssd = self._restorer = self._rates = self._compactor = None
         self.checkpoints: Checkpoints | None = None
 
     def _open_ssd_tier(self, restoring_bytes: int) -> None:
         """Not before there is something to serve: a server sets up its log after its flags are read."""
+        from .cold.compaction import Compactor
         from .cold.limits import affordable
         from .cold.restoring import Restorer
         from .cold.spill import SpillQueue
@@ -100,6 +101,8 @@ class Runtime:
             self.checkpoints = Checkpoints(
                 self._store, self._identities, self.statistics, self._decoding, settings.generation_checkpoint, settings.ssd_queue - share
             )
+        queue = self._queue
+        self._compactor = Compactor(self._store, lambda: self._busy() or queue.pending > 0)
         self._restorer = Restorer(self._store.restoring, self._decoding, self._wake, restoring_bytes)
         self._rates = Rates(settings.ssd_cache / rates_file.NAME)
         self._store.on_restored = self._rates.restored
@@ -306,6 +309,8 @@ class Runtime:
             self.warmer.close()
         if self.saves_itself and self._queue is not None and self.engine is None:
             self.flush_on_this_thread(self.settings.shutdown_timeout)
+        if self._compactor is not None:
+            self._compactor.close()
         if self._restorer is not None:
             self._restorer.close()
         if self._rates is not None:

@@ -221,6 +221,12 @@ class Catalog:
         if not len(index):
             del self._indexes[entry.fingerprint, entry.namespace]
 
+    def ends(self, files: int) -> list[ColdEntry]:
+        """The entries that nothing continues and whose chains have at least so many files; not those of a namespace, which are more than prefixes."""
+        with self._lock:
+            ends = [e for e in self._paths.values() if e.parent is not None and not e.namespace and not self._children.get(e)]
+            return [e for e in ends if len(e.chain) >= files]
+
     def counts(self) -> tuple[int, int]:
         """Entries that continue another, and the files of the longest chain."""
         with self._lock:

@@ -142,6 +142,10 @@ class Directory:
         """The bytes all files and directories under the root take."""
         return sum(charge for _, charge in self._walk())
 
+    def room(self) -> int:
+        """Bytes that a file may have without anything being evicted for it."""
+        return self.max_bytes - self.usage() - self.side_room - BLOCK
+
     def make_room(self, need: int, keep: frozenset[Path] = frozenset(), pinned: frozenset[Path] = frozenset()) -> list[Path]:
         """Evict until `need` more bytes fit under the cap; returns the entries that went.
 

@@ -17,6 +17,8 @@ from .directory import LOCK_TIMEOUT, Directory, DirectoryFull
 from .format import BadEntry
 from .health import Bounded, Outage
 from .scan import Scans, scan
+from .storing import Storing
+from .tally import Tally
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -31,8 +33,7 @@ AGE_EVERY = 24 * 3600.0
 class Indexing:
     """Keeps `catalog` to what is in `directory`. Thread-safe; nothing here waits but `wait` and `close`.
 
-    `make_room()` gets the directory below its cap; `measure()` looks at its bytes and
-    returns them; `damaged` gets files to be put away; `count(name, number)` counts.
+    `damaged` gets files to be put away.
     """
 
     def __init__(
@@ -41,20 +42,18 @@ class Indexing:
         catalog: Catalog,
         outage: Outage,
         log: Bounded,
-        make_room: Callable[[], None],
-        measure: Callable[[], int],
+        storing: Storing,
+        tally: Tally,
         damaged: Callable[[Path, os.stat_result, BadEntry], None],
-        count: Callable[[str, int], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         self._directory = directory
         self._catalog = catalog
         self._outage = outage
         self._log = log
-        self._make_room = make_room
-        self._measure = measure
+        self._storing = storing
+        self._tally = tally
         self._damaged = damaged
-        self._count = count
         self._clock = clock
         self._lock = threading.Lock()
         self._found: dict[str, dict[str, int]] = {}  # by fingerprint, what became of the files
@@ -100,7 +99,7 @@ class Indexing:
     def _put_away(self, path: Path, status: os.stat_result, timeout: float) -> None:
         try:
             if self._directory.quarantine(path, status, timeout):
-                self._count("quarantined", 1)
+                self._tally.add("quarantined", 1)
         except TimeoutError:
             raise
         except OSError as failure:
@@ -142,7 +141,7 @@ class Indexing:
             reaped = self._directory.reap()
             self._age()
             with self._directory.locked():
-                self._make_room()
+                self._storing.get_below_the_cap()
             if reaped:
                 logger.info("SSD cache: removed %d unfinished files of processes that ended", reaped)
         except OSError as error:
@@ -153,7 +152,7 @@ class Indexing:
     def _age(self) -> None:
         gone = age_out(self._directory, frozenset(self._seen))
         if gone:
-            self._count("aged_out", len(gone))
+            self._tally.add("aged_out", len(gone))
             size = sum(file.charge for file in gone)
             logger.info("SSD cache: removed %d files (%.2f GB) that nothing installed here can use and nothing used lately", len(gone), size / 1e9)
 
@@ -168,7 +167,7 @@ class Indexing:
             for _ in scan(files, fingerprint, self._catalog, self._damaged, counts):
                 if self._scans.closed:
                     return
-            used = self._measure()
+            used = self._storing.measure()
             free = os.statvfs(root)
         except OSError as error:
             self._outage.failed("read", f"scanning {root}", error)
@@ -221,7 +220,7 @@ class Indexing:
         for _ in scan(files, fingerprint, self._catalog, self._damaged, counts):
             if self._looks.closed:
                 return
-        self._count("found_later", counts["indexed"])
+        self._tally.add("found_later", counts["indexed"])
         with self._lock:
             seen.retry_orphans(counts, folder, self._catalog)
 

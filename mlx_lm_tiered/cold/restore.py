@@ -104,6 +104,15 @@ class Restore:
             return _load(self._meta, assembly.finish())
 
 
+@contextmanager
+def open_chain(entry: ColdEntry) -> Iterator[list[tuple[ColdEntry, EntryReader, int]]]:
+    """The files of an entry's chain, the whole one first, each with the token up to which the entry takes from it. Raises Damaged, Lost, OSError."""
+    with ExitStack() as files:
+        readers = [_open(files, one) for one in entry.chain]
+        starts = _check_chain(entry, readers)
+        yield list(zip(entry.chain, readers, [*starts[1:], entry.length], strict=True))
+
+
 def _open(files: ExitStack, entry: ColdEntry) -> EntryReader:
     try:
         with _blaming(entry, os.stat(entry.path, follow_symlinks=False)):

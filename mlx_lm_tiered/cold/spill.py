@@ -170,6 +170,12 @@ class SpillQueue:
             with self._condition:
                 self._flushing -= 1
 
+    @property
+    def pending(self) -> int:
+        """Entries that wait to be written or are being written."""
+        with self._condition:
+            return len(self._pending)
+
     def stats(self) -> dict[str, Any]:
         """Counters of the queue, and what is in it (see `Pending.stats`)."""
         with self._condition:

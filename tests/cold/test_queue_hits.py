@@ -13,7 +13,7 @@ from cold_helpers import grown, plain, same, wrapped
 
 from mlx_lm_hooks import ModelSource
 from mlx_lm_tiered import caches as kinds
-from mlx_lm_tiered.cold import feeding, writer
+from mlx_lm_tiered.cold import compaction, feeding, writer
 from mlx_lm_tiered.runtime import Runtime
 from mlx_lm_tiered.settings import Settings
 
@@ -209,6 +209,22 @@ def test_tokens_offered_again_are_waited_for_by_a_flush_that_runs(begin):
     while flush.is_alive():
         run.runtime.idle_turn()
     assert reports[0].durable and reports[0].entries == 1
+
+
+def test_a_long_conversation_is_made_one_file_while_it_rests(begin, monkeypatch):
+    made = compaction.Compactor
+    monkeypatch.setattr(compaction, "Compactor", lambda store, busy: made(store, busy, every=0.05, resting=0.0, long=4))
+    run = begin()
+    for n in range(20, 160, 20):
+        run.put(range(n), grown(n))
+        assert run.flush()
+    deadline = time.monotonic() + WAIT
+    while (run.ssd("compacted") == 0 or run.ssd("longest_chain") >= 4) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert run.ssd("longest_chain") < 4 and run.ssd("compacted") > 0
+    run.evict()
+    taken, tier = run.take([*range(140), 900])
+    assert tier == "ssd" and same(taken.caches, grown(140))
 
 
 def test_what_was_given_up_without_a_fingerprint_counts_until_it_is_on_disk(begin, monkeypatch):
