@@ -26,7 +26,7 @@ LOOK_EVERY = 3.0  # seconds from one look at a model's folder to the next, and o
 UNSETTLED = 1.0  # a folder changed this lately may change again without its time stamp telling
 # A scan begins this many seconds after it was asked for, unless somebody waits for it: a server that starts should not share the interpreter with it.
 GRACE = 1.5
-AT_ONCE = 0.05  # seconds that a request may wait for the directory's lock
+AT_ONCE = 0.25  # seconds that a request may wait for the directory's lock, when it came upon a damaged file
 AGE_EVERY = 24 * 3600.0
 
 
