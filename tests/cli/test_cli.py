@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.models import TINY
 
 from mlx_lm_tiered.cli import main
 from mlx_lm_tiered.demo.text import document
@@ -41,6 +42,7 @@ def command(*argv: str | Path, **options) -> subprocess.CompletedProcess[str]:
         (["cache", "probe", "--prompt", "x"], "which directory?"),
         (["cache", "probe", ".", "--prompt", "x"], "--model is needed"),
         (["cache", "probe", "."], "which prompt?"),
+        (["cache", "probe", ".", "--model", str(TINY["llama"]), "--prompt", "x", "--kv-scheme", "affine:9"], "--kv-scheme: 9 bits are not possible"),
         (["cache", "probe", ".", "--messages", "/nowhere.json"], "/nowhere.json: No such file"),
         (["cache", "probe", "--server", "ftp://x", "--prompt", "x"], "is not a server's address"),
         (["cache", "show", "abc", "."], "there is no entry whose file name begins with 'abc'"),

@@ -90,4 +90,4 @@ def for_people(model, cache_dir, tmp_path, capsys):
     assert "in the SSD tier" in out and "diverges at token" in out and "zebra" in out
     # Another state of the model has no entries; it is said what differs.
     assert main(["cache", "probe", str(cache_dir), "--model", str(model), "--prompt", "x", "--kv-bits", "8"]) == 1
-    assert "have another KV scheme" in capsys.readouterr().out
+    assert "has another KV scheme" in capsys.readouterr().out

@@ -94,6 +94,7 @@ def _probe_flags(probe: argparse.ArgumentParser) -> None:
     offline.add_argument("--use-default-chat-template", action="store_true")
     offline.add_argument("--chat-template-args", default="{}", metavar="JSON")
     offline.add_argument("--trust-remote-code", action="store_true")
+    offline.add_argument("--kv-scheme", metavar="SCHEME")
     offline.add_argument("--kv-bits", type=positive, metavar="N")
     offline.add_argument("--kv-group-size", type=positive, default=64, metavar="N")
     offline.add_argument("--quantized-kv-start", type=int, default=5000, metavar="N")

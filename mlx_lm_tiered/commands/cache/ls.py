@@ -21,7 +21,10 @@ from .entries import age, columns, counted, is_of, model_of, moment, printable
 
 @dataclass(frozen=True)
 class Row:
-    """One entry. `new_tokens` are those that its own file holds; `age_s` is seconds since its last use; `fault` says why it cannot be used, empty when it can; `companion` what kind of companion state it has."""
+    """One entry. `new_tokens` are those that its own file holds; `age_s` is seconds since its last use.
+
+    `fault` says why it cannot be used, empty when it can; `companion` what kind of companion state it has.
+    """
 
     file: str
     model: str

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_hooks import ModelSource
+from mlx_lm_hooks import Invocation, ModelSource
 
 from ...cold import listing
 from ...cold.catalog import Catalog
@@ -19,6 +20,11 @@ from ...identity import Identity, compute, environment, source_files
 from ...prefix.index import token_key
 from ...prefix.probing import Look
 from ...prefix.ram import usable_length
+from ...schemes.choose import choose
+from ...schemes.scheme import Scheme
+from ...schemes.spec import parse as parse_scheme
+from ...settings import env_name
+from ...statistics import Statistics
 from ..terminal import bytes_bar, usage
 from .entries import counted
 
@@ -58,12 +64,12 @@ def look(args: argparse.Namespace, root: Path, model: Path, tokens: list[int]) -
 
 def identity_of(args: argparse.Namespace, root: Path, model: Path) -> Identity:
     """The identity that a server with these flags would have. Raises UsageError."""
-    scheme = "plain" if args.kv_bits is None else f"affine:{args.kv_bits}:{args.kv_group_size}@{args.quantized_kv_start}"
+    scheme = scheme_of(args)
     adapter, draft = (Path(p).expanduser().resolve() if p else None for p in (args.adapter_path, args.draft_model))
     for path in (adapter, draft):
         if path is not None and not path.is_dir():
             usage(f"{path} is not a directory")
-    source = ModelSource(model, adapter, ModelSource(draft, kv_scheme=scheme) if draft else None, scheme)
+    source = ModelSource(model, adapter, ModelSource(draft, kv_scheme=scheme.name(draft)) if draft else None, scheme.name(model))
     memo = DigestMemo(root / "identities.json")
     files = source_files(source)
     total, done = sum(path.stat().st_size for path in files.values()), 0
@@ -80,6 +86,17 @@ def identity_of(args: argparse.Namespace, root: Path, model: Path) -> Identity:
     return identity
 
 
+def scheme_of(args: argparse.Namespace) -> Scheme:
+    """How a server with these flags and this environment would store KV. Raises UsageError."""
+    text, flag = args.kv_scheme or os.environ.get(env_name("kv_scheme")), "--kv-scheme" if args.kv_scheme else env_name("kv_scheme")
+    try:
+        asked = parse_scheme(text) if text else None
+    except ValueError as error:
+        usage(f"{flag}: {error}")
+    given = {name for name in ("kv_scheme", "kv_bits") if getattr(args, name) is not None}
+    return Scheme(choose(asked, Invocation("server", args, frozenset(given))), Statistics())
+
+
 def why_nothing(root: Path, identity: Identity) -> str:
     """One sentence for a model of which nothing is stored as it is now: is something stored of what it was?"""
     mine = identity.provenance
@@ -91,7 +108,7 @@ def why_nothing(root: Path, identity: Identity) -> str:
     if not others:
         return f"nothing is stored for this model (fingerprint {identity.fingerprint[:12]})"
     what, count = others.most_common(1)[0]
-    return f"nothing is stored for this model as it is now; {counted(count)} of a model of this name have another {what}"
+    return f"nothing is stored for this model as it is now; what is there of a model of this name ({counted(count)}) has another {what}"
 
 
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
