@@ -130,7 +130,9 @@ def _unfilled(shape: tuple[int, ...], itemsize: int) -> mx.array:
 
 @cache
 def _can_load() -> bool:
-    """Whether this mlx takes memory for `mx.load` as we expect: tried once."""
+    """Whether this mlx takes memory for `mx.load` as we expect: tried once. On CUDA memory is not the processor's own, and nobody has tried."""
+    if _cuda():
+        return False
     try:
         mx.eval(_unfilled((3, 5), 2))
     except Exception:  # whatever another mlx raises: then memory is filled with zeros first
@@ -141,9 +143,13 @@ def _can_load() -> bool:
 @cache
 def _advise() -> Any:
     """The system's ``madvise``; None where there is none that knows huge pages."""
-    if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if sys.platform != "linux" or _cuda() or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     try:
         return ctypes.CDLL(None).madvise
     except (OSError, AttributeError):
         return None
+
+
+def _cuda() -> bool:
+    return hasattr(mx, "cuda") and mx.cuda.is_available()
