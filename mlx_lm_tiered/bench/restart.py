@@ -48,7 +48,8 @@ def run(
             ssd = server.stats()["ssd"]
         with started(model, log, options) as server:
             restart_ids = _token_ids(server, chats[0], max_tokens)
-            ids_restored = server.stats()["hits_by_tier"]["ssd"] > 0
+            last = server.stats()
+            ids_restored = last["hits_by_tier"]["ssd"] > 0 or last["ssd"]["decisions"]["recomputed"] > 0
     cold_s, ram_s, restart_s = (median(a.ttft for a in answers) for answers in (cold, ram, restart))
     return {
         "bench": "restart",
@@ -65,6 +66,9 @@ def run(
         "ram_and_restart_tokens_equal": ids_restored and ram_ids == restart_ids and len(ram_ids) > 0,
         "stop_s": stop_s,
         "page_cache_dropped": dropped,
+        "ssd_restore": ssd["restore"],
+        "restored": ssd["decisions"]["restored"] + ssd["decisions"]["partly"],
+        "recomputed": ssd["decisions"]["recomputed"],
         "repeats": repeats,
         "cold_ttft_all_s": [a.ttft for a in cold],
         "ram_ttft_all_s": [a.ttft for a in ram],

@@ -36,8 +36,13 @@ def free_port() -> int:
 
 
 def tiered_flags(directory: str | os.PathLike[str] | None, *more: str) -> list[str]:
-    """The flags that switch the plugin on, with `directory` as its SSD tier (None: RAM only)."""
+    """The flags that switch the plugin on, with `directory` as its SSD tier (None: RAM only).
+
+    What is there is restored, whether or not that pays on this machine, unless `more` says otherwise: that is what is measured.
+    """
     ssd = [] if directory is None else ["--ssd-cache", str(directory)]
+    if ssd and "--ssd-restore" not in more:
+        ssd += ["--ssd-restore", "always"]
     return ["--plugin", "tiered", *ssd, *more]
 
 

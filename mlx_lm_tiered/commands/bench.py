@@ -18,6 +18,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     restart.add_argument("--prefix-tokens", type=positive, default=4096, metavar="N", help="length of the prompt (default: 4096)")
     restart.add_argument("--repeats", type=positive, default=3, metavar="R", help="prompts, each measured three times (default: 3)")
     restart.add_argument("--ssd-cache", type=Path, metavar="DIR", help="directory of the SSD tier (default: a temporary one)")
+    restart.add_argument("--ssd-restore", choices=("always", "auto"), default="always", help="the server's flag of this name (default: always)")
     restart.set_defaults(run=run_bench_restart)
     overhead = benches.add_parser("overhead", help="decode speed with the tier on over decode speed with it off")
     overhead.add_argument("--prefix-tokens", type=positive, default=512, metavar="N", help="length of the prompt whose cache waits to be written (default: 512)")
@@ -60,7 +61,10 @@ def run_bench_restart(args: argparse.Namespace) -> int:
 
     return run_measurement(
         args,
-        lambda: restart.run(Path(model(args.model)), args.prefix_tokens, args.repeats, directory=directory(args.ssd_cache, environment=False)),
+        lambda: restart.run(
+            Path(model(args.model)), args.prefix_tokens, args.repeats,
+            directory=directory(args.ssd_cache, environment=False), flags=["--ssd-restore", args.ssd_restore],
+        ),
         lambda result: [] if result["text_equal"] else ["the answers differ"],
     )
 

@@ -14,6 +14,7 @@ from .rates import Rates
 MODES = ("auto", "always", "never")
 # Computing must be expected to take less than this share of restoring: predictions are rough, and a choice that flips helps no one.
 CLEARLY = 0.9
+WORTH = 0.05  # seconds that computing must be expected to save besides: below, noise is all there is
 # A restore's prediction halves in so many seconds without one that was measured, is a
 # third after twice the time, and so on: so a figure from a bad moment is tried again,
 # the later the worse it was.
@@ -84,7 +85,7 @@ class Chooser:
         if self.mode == "always":
             return Decision("restored", longest, longest.length, known[0][0], compute)
         faded = seconds / (1 + self.rates.restore_age(fingerprint) / FADING)
-        if compute < CLEARLY * faded:
+        if compute < CLEARLY * faded and faded - compute > WORTH:
             return Decision("recomputed", None, longest.length, seconds, compute)
         # Less than all is no better unless it is clearly so.
         if best is not longest and seconds < CLEARLY * known[0][0]:

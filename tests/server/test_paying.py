@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from support.models import document
 from support.server import tiered, user
 
@@ -29,7 +27,8 @@ def test_25_what_is_faster_is_done_and_the_tokens_are_the_same(tiny_llama, cache
     with tiered(tiny_llama, cache_dir, "--no-writebehind", log=tmp_path / "fill") as server:
         cold = [ask(server, number) for number in range(6)]
         assert server.terminate() == 0
-    with tiered(tiny_llama, cache_dir, log=tmp_path / "fast") as server:
+    auto = ["--ssd-restore", "auto"]
+    with tiered(tiny_llama, cache_dir, *auto, log=tmp_path / "fast") as server:
         fast = [ask(server, number) for number in (0, 1)]
         stats = server.stats()["ssd"]
         [rates] = stats["rates"].values()
@@ -39,7 +38,7 @@ def test_25_what_is_faster_is_done_and_the_tokens_are_the_same(tiny_llama, cache
         assert rates["prefill_tokens_per_s"] > 0 and rates["restore_bytes_per_s"] > 0 and rates["restores"] >= 1
         assert "ms expected with a restore" in server.log()
         server.terminate()
-    with tiered(tiny_llama, cache_dir, log=tmp_path / "slow.log", env={"PYTHONPATH": str(tmp_path / "slow")}) as server:
+    with tiered(tiny_llama, cache_dir, *auto, log=tmp_path / "slow.log", env={"PYTHONPATH": str(tmp_path / "slow")}) as server:
         # It takes two to believe it.
         slow = [ask(server, number) for number in (2, 3, 4)]
         decisions = server.stats()["ssd"]["decisions"]
@@ -55,18 +54,16 @@ def test_25_what_is_faster_is_done_and_the_tokens_are_the_same(tiny_llama, cache
     assert json.loads((cache_dir / "rates.json").read_text())["models"]
 
 
-@pytest.mark.parametrize("env", [None, "MLX_LM_TIERED_SSD_RESTORE"])
-def test_never_writes_and_does_not_restore(tiny_llama, cache_dir, tmp_path, env):
-    options = {"env": {env: "never"}} if env else {}
-    flags = [] if env else ["--ssd-restore", "never", "--ssd-demote-idle", "0.1"]
-    with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "first", **options) as server:
+def test_never_writes_and_does_not_restore(tiny_llama, cache_dir, tmp_path):
+    flags = ["--ssd-restore", "never", "--ssd-demote-idle", "0.1"]
+    with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "first") as server:
         cold = ask(server, 0)
         assert server.flush()[0] == 200 and server.stats()["ssd"]["stored"] == 1
         # What cannot come back stays in RAM.
         assert ask(server, 0).cached_tokens > 0 and server.stats()["demotions"] == 0
         assert "written only" in server.log()
         server.terminate()
-    with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "second", **options) as server:
+    with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "second") as server:
         again = ask(server, 0)
         assert again.cached_tokens == 0 and server.stats()["ssd"]["restores"] == 0
     assert again.tokens == cold.tokens
