@@ -1,15 +1,15 @@
 """Whether a restore holds up those that decode: time between tokens of two streams, with a third request being restored and without.
 
-One server has the third request's long prefix on disk and a RAM tier too small for
-it, so each such request restores it again. Two streams decode all the time. A pair
-is a time in which nothing else is asked, and the time from the third request's
-sending until the first report of its progress, when it has joined the batch. The
-result is the median over the pairs' ratios of the 99th percentiles of time between
-tokens.
+Each pair has a server of its own on one directory, with nothing in its memory and
+the files out of the page cache. Two streams decode; for a while nothing else is
+asked, then a third request with a long stored prefix is sent. The pair compares the
+99th percentiles of time between tokens: before it was sent, and from then to the
+first report of its progress, when it has been restored and has joined the batch.
+The result is the median over the pairs' ratios.
 
 Joining itself, a long row merged into the batch that decodes, is upstream's and
-comes after that; what it costs is measured too, with the row from the disk and, in a
-second server that keeps the prefix in RAM, from there.
+comes after that. What it costs is measured too, and once more for the same request
+asked again, whose prefix then is in memory.
 """
 
 from __future__ import annotations
@@ -36,25 +36,28 @@ from .writes import flush
 STREAMS = ("Tell a long story about a lighthouse.", "Explain at length how bread is made.")
 REPLY = 6  # tokens of the third request's answer
 ENDLESS = 100_000
-ALWAYS = ("--ssd-restore", "always")  # also where computing would be faster
 FEWEST = 20  # intervals, of both streams together, from which on a percentile means something
 
 
 def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dict[str, Any]:
     """Measure it; `window` is the time without, in seconds. Times between tokens are milliseconds. Raises ServerFailed, RequestFailed."""
+    bias = _endless(model)
     text = long_document(model, prefix_tokens)
+    disk, ram, background = [], [], 0
     with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-") as scratch:
         directory, log = Path(scratch) / "cold", Path(scratch) / "server.log"
-        with started(model, log, tiered_flags(directory, *ALWAYS, "--prompt-cache-bytes", "1MB")) as server:
+        options = tiered_flags(directory, "--ssd-restore", "always")  # also where computing would be faster
+        with started(model, log, options) as server:
             with Progress("the prefix"):
                 server.complete(text, max_tokens=1)
             flush(server)
+        for number in range(pairs):
             dropped = drop_page_cache(directory)
-            disk = _measured(server, model, text, pairs, window, "from the disk")
-            stats = server.stats()
-        with started(model, log, tiered_flags(directory, *ALWAYS)) as server:
-            server.complete(text, max_tokens=1)
-            ram = _measured(server, model, text, pairs, window, "from RAM")
+            with started(model, log, options) as server, _streams(server, bias) as streams:
+                with Progress(f"pair {number + 1} of {pairs}"):
+                    disk.append(_pair(server, streams, text, window, bias))
+                    background += server.stats()["ssd"]["restores_in_background"]
+                    ram.append(_pair(server, streams, text, window, bias))
     ratios = [pair["p99_during"] / pair["p99_before"] for pair in disk]
     return {
         "bench": "stall",
@@ -74,7 +77,7 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
         "cached_tokens": min(pair["cached_tokens"] for pair in disk),
         "ram_cached_tokens": min(pair["cached_tokens"] for pair in ram),
         "text_equal": len({pair["text"] for pair in disk + ram}) == 1,
-        "restores_in_background": stats["ssd"]["restores_in_background"],
+        "restores_in_background": background,
         "pairs": pairs,
         "page_cache_dropped": dropped,
         "disk": disk,
@@ -82,11 +85,10 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
     }
 
 
-def _measured(server: Server, model: Path, text: str, pairs: int, window: float, name: str) -> list[dict[str, Any]]:
+def _endless(model: Path) -> dict[str, float]:
+    """A logit bias under which the model never ends by itself."""
     ends = json.loads((model / "config.json").read_text()).get("eos_token_id") or []
-    bias = {str(end): -1000.0 for end in (ends if isinstance(ends, list) else [ends])}
-    with _streams(server, bias) as streams, Progress(name):
-        return [_pair(server, streams, text, window, bias) for _ in range(pairs)]
+    return {str(end): -1000.0 for end in (ends if isinstance(ends, list) else [ends])}
 
 
 def _pair(server: Server, streams: list[_Stream], text: str, window: float, bias: dict[str, float]) -> dict[str, Any]:
