@@ -10,6 +10,7 @@ from test_seam_server import ask, serving, wait_for
 
 TEXTS = ("first", "second", "third")
 LENGTH = 60
+LONG = 700  # decodes on when upstream looks for the next request, twice a second
 
 
 class Boom(RuntimeError):
@@ -19,7 +20,7 @@ class Boom(RuntimeError):
 @pytest.fixture(scope="module")
 def plain(tiny_llama):
     with serving(tiny_llama) as (_, generator):
-        return {text: ask(generator, text, max_tokens=LENGTH)[0] for text in TEXTS}
+        return {text: ask(generator, text, max_tokens=LENGTH)[0] for text in TEXTS} | {"long": ask(generator, "long", max_tokens=LONG)[0]}
 
 
 def fails_after(monkeypatch, owner, name: str, calls: int, *, of=lambda *args: True):
@@ -170,12 +171,12 @@ def test_a_prefill_fails_while_another_row_decodes(tiny_llama, plain, monkeypatc
         going = []
         original = generate.GenerationBatch.next
         monkeypatch.setattr(generate.GenerationBatch, "next", lambda self: going.append(len(self)) or original(self))
-        first = pool.submit(ask, generator, "first", max_tokens=LENGTH)
+        first = pool.submit(ask, generator, "long", max_tokens=LONG)
         wait_for(lambda: len(going) > 3)
         made = fails_after(monkeypatch, generate.PromptProcessingBatch, name, 1, of=lambda *args: args[0].uids or getattr(args[1], "uids", None))
         with pytest.raises(Boom):
             ask(generator, "second", max_tokens=LENGTH)
-        assert made and first.result()[0] == plain["first"]
+        assert made and not first.done() and first.result()[0] == plain["long"]
         check(generator, {}, plain, [])
 
 
