@@ -42,7 +42,8 @@ class Checkpoints:
         self._patience = PATIENCE
         self._running: set[tuple[str, str]] = set()
         self._skipped: Counter[str] = Counter()
-        self._resumed = self._tokens = 0
+        self._resumed = self._tokens = self._taken = 0
+        self._seconds = 0.0
 
     # The contract
 
@@ -84,6 +85,8 @@ class Checkpoints:
             "running": len(self._running),
             "resumed": self._resumed,
             "resumed_tokens": self._tokens,
+            "taken": self._taken,
+            "taking_seconds_total": self._seconds,
             **self._writer.stats(),
             "skipped": dict(self._skipped),
         }
@@ -96,9 +99,12 @@ class Checkpoints:
 
     def save(self, attempt: Attempt, state: GenerationState) -> None:
         """Copy a state and have it written."""
+        started = time.perf_counter()
         try:
             self._writer.basis(attempt)
             self._writer.offer(take(attempt, state))
+            self._taken += 1
+            self._seconds += time.perf_counter() - started
         except kinds.UnknownCacheClass:
             self.skipped("cache-class")
         except Exception as error:

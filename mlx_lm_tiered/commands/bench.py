@@ -40,7 +40,13 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     index.add_argument("--repeats", type=positive, default=5, metavar="R", help="pairs of server starts (default: 5)")
     index.add_argument("--directory", type=Path, metavar="DIR", help="make the files in a temporary directory under DIR")
     index.set_defaults(run=run_bench_index)
-    for parser in (restart, overhead, writes, stall, index):
+    checkpoint = benches.add_parser("checkpoint", help="decode speed with checkpoints over that without, and going on after a kill against beginning anew")
+    checkpoint.add_argument("--prefix-tokens", type=positive, default=512, metavar="N", help="length of the prompt (default: 512)")
+    checkpoint.add_argument("--decode-tokens", type=positive, default=600, metavar="N", help="tokens decoded in each measurement (default: 600)")
+    checkpoint.add_argument("--interval", type=positive, default=256, metavar="N", help="tokens between two checkpoints (default: 256)")
+    checkpoint.add_argument("--repeats", type=positive, default=5, metavar="R", help="pairs of measurements (default: 5)")
+    checkpoint.set_defaults(run=run_bench_checkpoint)
+    for parser in (restart, overhead, writes, stall, index, checkpoint):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     restoring.add_argument("--tokens", type=positive, default=6000, metavar="N", help="tokens of the entry, each 131 kB (default: 6000)")
@@ -52,7 +58,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     start_up.add_argument("--repeats", type=positive, default=40, metavar="R", help="starts with and without it (default: 40)")
     start_up.set_defaults(run=run_bench_start_up)
-    for parser in (restart, overhead, writes, stall, index, restoring, start_up):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, restoring, start_up):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -116,6 +122,16 @@ def run_bench_stall(args: argparse.Namespace) -> int:
     return run_measurement(
         args,
         lambda: stall.run(Path(model(args.model)), args.prefix_tokens, args.repeats),
+        lambda result: [] if result["text_equal"] else ["the answers differ"],
+    )
+
+
+def run_bench_checkpoint(args: argparse.Namespace) -> int:
+    from ..bench import checkpoint
+
+    return run_measurement(
+        args,
+        lambda: checkpoint.run(Path(model(args.model)), args.prefix_tokens, args.decode_tokens, args.interval, args.repeats),
         lambda result: [] if result["text_equal"] else ["the answers differ"],
     )
 
