@@ -33,4 +33,15 @@ def lines(result: dict[str, Any]) -> str:
     """The scalar values of a result, one a line."""
     shown = {k: v for k, v in result.items() if not isinstance(v, (list, dict))}
     width = max(map(len, shown))
-    return "\n".join(f"{k.ljust(width)}  {f'{v:.4g}' if isinstance(v, float) else v}" for k, v in shown.items())
+    return "\n".join(f"{k.ljust(width)}  {_text(v)}" for k, v in shown.items())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows with the same keys, a column for each."""
+    cells = [list(rows[0]), *([_text(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

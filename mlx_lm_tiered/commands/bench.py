@@ -46,7 +46,13 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     checkpoint.add_argument("--interval", type=positive, default=256, metavar="N", help="tokens between two checkpoints (default: 256)")
     checkpoint.add_argument("--repeats", type=positive, default=5, metavar="R", help="pairs of measurements (default: 5)")
     checkpoint.set_defaults(run=run_bench_checkpoint)
-    for parser in (restart, overhead, writes, stall, index, checkpoint):
+    schemes = benches.add_parser("schemes", help="bytes, peak memory, speed and logits of KV schemes, side by side")
+    schemes.add_argument("--schemes", default="bf16,affine:8,affine:4", metavar="LIST", help="schemes, by commas (default: bf16,affine:8,affine:4)")
+    schemes.add_argument("--tokens", type=positive, default=4096, metavar="N", help="tokens of the context (default: 4096)")
+    schemes.add_argument("--decode-tokens", type=positive, default=16, metavar="N", help="tokens decoded in each measurement (default: 16)")
+    schemes.add_argument("--repeats", type=positive, default=5, metavar="R", help="rounds, each with every scheme (default: 5)")
+    schemes.set_defaults(run=run_bench_schemes)
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     restoring.add_argument("--tokens", type=positive, default=6000, metavar="N", help="tokens of the entry, each 131 kB (default: 6000)")
@@ -58,7 +64,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     start_up.add_argument("--repeats", type=positive, default=40, metavar="R", help="starts with and without it (default: 40)")
     start_up.set_defaults(run=run_bench_start_up)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, restoring, start_up):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, restoring, start_up):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -134,6 +140,28 @@ def run_bench_checkpoint(args: argparse.Namespace) -> int:
         lambda: checkpoint.run(Path(model(args.model)), args.prefix_tokens, args.decode_tokens, args.interval, args.repeats),
         lambda result: [] if result["text_equal"] else ["the answers differ"],
     )
+
+
+def run_bench_schemes(args: argparse.Namespace) -> int:
+    from .. import openblas
+
+    openblas.load()
+    from ..bench import report, schemes
+
+    path = Path(model(args.model))
+    result: dict[str, Any] = {}
+
+    def measure() -> dict[str, Any]:
+        result.update(schemes.run(path, args.schemes.split(","), args.tokens, args.decode_tokens, args.repeats))
+        return result
+
+    try:
+        code = run_measurement(args, measure, lambda result: [])
+    except ValueError as error:
+        return say(str(error), 2)
+    if result:
+        print(report.table(result["rows"]))
+    return code
 
 
 def run_bench_start_up(args: argparse.Namespace) -> int:

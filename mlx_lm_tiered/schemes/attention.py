@@ -49,7 +49,7 @@ def _upstreams(queries: mx.array, keys: Any, values: Any, group_size: int) -> bo
 
 def _strided_unsupported() -> bool:
     """Whether `mx.quantized_matmul` fails on slices of a cache's buffers: mlx on CUDA has no implementation for them."""
-    return mx.default_device() == mx.gpu and not mx.metal.is_available()
+    return mx.default_device().type == mx.gpu and not mx.metal.is_available()
 
 
 def tile_size(rows: int, heads: int, length: int) -> int:
@@ -91,8 +91,9 @@ def tiled(
         seen = weights.astype(v.dtype).reshape(rows, kv_heads, -1, stop - start) @ v
         out = out * kept + seen.reshape(*shape, -1).astype(mx.float32)
         top = highest
-        # mlx runs a hundred operations ahead, and allocates for them: each tile is finished before the next.
-        mx.eval(out, total, top)
+        if scores.size > SMALL // 8:
+            # mlx runs a hundred operations ahead, and allocates for them: large tiles are finished one by one.
+            mx.eval(out, total, top)
     return (out / total).astype(queries.dtype).reshape(rows, heads, length, -1)
 
 

@@ -62,9 +62,25 @@ def test_sinks_and_other_value_dimensions_as_mlx_has_them():
         assert mx.abs(attend(queries, keys, values, 0.2, mask, 32, 8) - expected).max() < 1e-5
 
 
+def test_where_mlx_cannot_multiply_slices_tiles_serve_decoding(monkeypatch):
+    """Fault 15: mlx on CUDA has no quantized matrix product over a cache that is not exactly full."""
+    keys, values = held(70)
+    queries = noise(ROWS, HEADS, 1, DIM, seed=3)
+    expected = base.quantized_scaled_dot_product_attention(mx.array(queries), keys, values, 0.1, None, 32, 4)
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("No implementation for problem shape")
+
+    attend = attention.build(refuse)
+    with pytest.raises(RuntimeError):
+        attend(queries, keys, values, 0.1, None, 32, 4)
+    monkeypatch.setattr(attention, "_strided_unsupported", lambda: True)
+    assert mx.abs(attend(queries, keys, values, 0.1, None, 32, 4) - expected).max() < 1e-5
+
+
 def test_the_scores_in_memory_do_not_grow_with_the_context(monkeypatch):
     monkeypatch.setattr(attention, "TILE", 1 << 19)
-    monkeypatch.setattr(attention, "SMALL", 1 << 16)
+    monkeypatch.setattr(attention, "SMALL", 1 << 14)
     length, slots, heads = 256, 16384, 4
     cache = QuantizedKVCache(bits=4, group_size=64)
     for start in range(0, slots, 4096):

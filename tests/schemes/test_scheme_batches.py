@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import mlx.core as mx
 import pytest
+from families import build
 from scheme_runs import alone, batch, loaded, prompt, scheme
 
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache, RotatingQuantizedKVCache
@@ -106,3 +109,24 @@ def test_drafts_with_quantized_caches_give_the_same_tokens():
         steps = speculative_generate_step(mx.array(prompt(40)), model, model, num_draft_tokens=3, max_tokens=24, prompt_cache=caches)
         assert [int(token) for token, _, _ in steps] == expected
         assert {type(c) for c in caches} == {QuantizedKVCache}
+
+
+def test_a_model_that_cannot_have_the_scheme_keeps_full_precision(caplog):
+    """Latent attention takes keys apart; heads of 16 are no whole groups."""
+    expected = {}
+    for text in ("bf16", "affine:8:32"):
+        with scheme(text):
+            for family in ("nested", "dense"):
+                model, _ = build(family)
+                expected.setdefault(family, alone(model, prompt(20), 6))
+                assert batch(model, [(0, prompt(20), 6)]) == [expected[family]]
+    warnings = [record.getMessage() for record in caplog.records if "affine:8:32" in record.getMessage()]
+    assert len(warnings) == 1 and "cannot be cut into groups of 32" in warnings[0]
+
+
+def test_the_generate_command_takes_upstreams_flags_over(tiny_gemma3):
+    """Fault 6: Gemma with --kv-bits ends in NotImplementedError in mlx-lm."""
+    command = [sys.executable, "-m", "mlx_lm.generate", "--plugin", "tiered", "--model", str(tiny_gemma3), "--prompt", "The cache", "--max-tokens", "90"]
+    flags = ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "20"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "Generation: 90 tokens" in done.stdout, done.stderr[-500:]

@@ -14,19 +14,21 @@ from support.server import tiered
 
 # Past the windows of 64 tokens; two pairs share a beginning.
 TEXTS = [document(500), document(500) + " It is", document(120, start=900), document(300, start=2000)]
-
 LONGER = TEXTS[0] + " and the other"
+COUNTS = (24, 8, 16, 24)
+RESTORE = ["--ssd-restore", "always"]
 
 
 def ask(server: Server, text: str, count: int = 24, **options):
     return server.complete(text, max_tokens=count, tokens=True, logit_bias=ENDLESS, **options)
 
 
-def together(server: Server, counts=(24, 8, 16, 24)) -> list[list[int]]:
+def together(server: Server) -> list[list[int]]:
+    """What requests of different lengths get that run at once."""
     answers: dict[int, list[int]] = {}
 
     def one(place: int) -> None:
-        answers[place] = ask(server, TEXTS[place], counts[place]).tokens
+        answers[place] = ask(server, TEXTS[place], COUNTS[place]).tokens
 
     threads = [threading.Thread(target=one, args=(place,)) for place in range(len(TEXTS))]
     for thread in threads:
@@ -36,47 +38,52 @@ def together(server: Server, counts=(24, 8, 16, 24)) -> list[list[int]]:
     return [answers[place] for place in range(len(TEXTS))]
 
 
-@pytest.mark.parametrize("flags", [["--kv-scheme", "affine:4:32"], ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "100"]])
-def test_6_and_12_batches_and_tiers_answer_as_one_request_alone(tiny_gemma3, cache_dir, tmp_path, flags):
-    """Gemma with quantized KV works (6), its requests share batches (12), and what is restored continues as what was computed."""
+def through_the_tiers(model, cache_dir, tmp_path, flags: list[str], converts: bool, alone=None, longer=None):
+    """Cold, from RAM, outside the batch, and after a restart: the tokens of requests alone."""
+    with tiered(model, cache_dir, *RESTORE, *flags, log=tmp_path / "first") as server:
+        cold = [ask(server, text).tokens for text in TEXTS]
+        assert alone is None or cold == alone
+        hits = [ask(server, text) for text in TEXTS]
+        assert [hit.tokens for hit in hits] == cold and all(hit.cached_tokens == hit.prompt_tokens - 1 for hit in hits)
+        # A seed keeps a request out of the batch.
+        assert [ask(server, text, seed=7).tokens for text in TEXTS] == cold
+        stats = server.stats()
+        assert stats["faults"] == {} and (stats["kv"]["conversions"] > 0) == converts
+        assert 0 < stats["kv"]["predicted_bytes"] <= stats["kv"]["actual_bytes"]
+        assert server.terminate() == 0
+    with tiered(model, cache_dir, *RESTORE, *flags, log=tmp_path / "second") as server:
+        assert together(server) == [tokens[:n] for tokens, n in zip(cold, COUNTS, strict=True)]
+        more = ask(server, LONGER)
+        assert more.cached_tokens > 100 and more.tokens == (longer or more.tokens)
+        assert server.stats()["hits_by_tier"]["ssd"] >= 3 and server.stats()["faults"] == {}
+        assert server.terminate() == 0
+
+
+def test_12_batches_and_tiers_answer_as_one_request_alone(tiny_gemma3, cache_dir, tmp_path):
+    """And another scheme takes nothing of what is stored."""
+    flags = ["--kv-scheme", "affine:4:32"]
     with tiered(tiny_gemma3, None, "--prompt-cache-bytes", "0", *flags, log=tmp_path / "alone") as server:
         alone = [ask(server, text).tokens for text in TEXTS]
-        assert together(server) == [tokens[:n] for tokens, n in zip(alone, (24, 8, 16, 24), strict=True)]
+        assert together(server) == [tokens[:n] for tokens, n in zip(alone, COUNTS, strict=True)]
         longer = ask(server, LONGER).tokens
-    with tiered(tiny_gemma3, cache_dir, "--ssd-restore", "always", *flags, log=tmp_path / "first") as server:
-        assert [ask(server, text).tokens for text in TEXTS] == alone
-        hits = [ask(server, text) for text in TEXTS]
-        assert [hit.tokens for hit in hits] == alone and all(hit.cached_tokens == hit.prompt_tokens - 1 for hit in hits)
-        # A seed keeps a request out of the batch.
-        assert [ask(server, text, seed=7).tokens for text in TEXTS] == alone
-        stats = server.stats()
-        assert stats["faults"] == {} and stats["kv"]["scheme"].startswith("affine:")
-        assert (stats["kv"]["conversions"] > 0) == ("--kv-bits" in flags)
-        assert stats["kv"]["predicted_bytes"] <= stats["kv"]["actual_bytes"]
-        assert server.terminate() == 0
-    with tiered(tiny_gemma3, cache_dir, "--ssd-restore", "always", *flags, log=tmp_path / "second") as server:
-        assert together(server) == [tokens[:n] for tokens, n in zip(alone, (24, 8, 16, 24), strict=True)]
-        more = ask(server, LONGER)
-        assert more.cached_tokens > 100 and more.tokens == longer
-        assert server.stats()["hits_by_tier"]["ssd"] >= 3 and server.stats()["faults"] == {}
+    through_the_tiers(tiny_gemma3, cache_dir, tmp_path, flags, False, alone, longer)
+    with tiered(tiny_gemma3, cache_dir, *RESTORE, "--kv-scheme", "affine:4:32@50", log=tmp_path / "other") as server:
+        assert ask(server, TEXTS[0], 2).cached_tokens == 0
+
+
+def test_6_and_12_upstreams_flags_on_gemma(tiny_gemma3, cache_dir, tmp_path):
+    """Quantized when they hold 100 tokens, in the prefill of some requests and never of one."""
+    through_the_tiers(tiny_gemma3, cache_dir, tmp_path, ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "100"], True)
 
 
 def test_4_quantized_caches_with_a_draft_model(tiny_llama, cache_dir, tmp_path):
     flags = ["--draft-model", str(tiny_llama), "--num-draft-tokens", "3", "--kv-scheme", "affine:8:32"]
     with tiered(tiny_llama, None, "--prompt-cache-bytes", "0", "--kv-scheme", "affine:8:32", log=tmp_path / "plain") as server:
         expected = [ask(server, text).tokens for text in TEXTS]
-    with tiered(tiny_llama, cache_dir, "--ssd-restore", "always", *flags, log=tmp_path / "drafted") as server:
+    with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "drafted") as server:
         assert [ask(server, text).tokens for text in TEXTS * 2] == expected * 2
         assert ask(server, TEXTS[0]).cached_tokens > 100
         assert server.stats()["faults"] == {}
-
-
-def test_schemes_do_not_share_entries(tiny_llama, cache_dir, tmp_path):
-    """Fault 18's kind."""
-    for scheme, reused in (("affine:8:32", False), ("affine:8:32@50", False), ("affine:8:32", True)):
-        with tiered(tiny_llama, cache_dir, "--ssd-restore", "always", "--kv-scheme", scheme, log=tmp_path / "log") as server:
-            assert (ask(server, TEXTS[0], 2).cached_tokens > 0) == reused
-            assert server.terminate() == 0
 
 
 @pytest.mark.parametrize(
