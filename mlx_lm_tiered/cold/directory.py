@@ -83,10 +83,13 @@ class Directory:
         return names, children
 
     def make(self) -> None:
-        """Make what is missing of the directory."""
+        """Make what is missing of the directory, durably: an entry is no safer than the folders on the way to it."""
+        new = [path for path in (self.root, *self.root.parents) if not path.exists()]
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name in ("v1", "tmp", "writers", "quarantine"):
-            _own_directory(self.root / name)
+        if any([_own_directory(self.root / name) for name in ("v1", "tmp", "writers", "quarantine")]):
+            sync_directory(self.root)
+        for path in new:
+            sync_directory(path.parent)
 
     def prepare(self) -> None:
         """The same, and show this process to others as a live writer."""

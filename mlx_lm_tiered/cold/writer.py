@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -128,6 +129,10 @@ class EntryWriter:
             self._proof.close()
 
 
+# What a file system says that has no F_FULLFSYNC; any other error means that the bytes are not safe.
+NO_FULLFSYNC = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL)
+
+
 def full_sync(fd: int) -> None:
     """Bring a file or directory to the medium. macOS's fsync stops at the drive's own cache; F_FULLFSYNC goes on."""
     if sys.platform == "darwin":
@@ -135,7 +140,9 @@ def full_sync(fd: int) -> None:
 
         try:
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-        except OSError:
+        except OSError as error:
+            if error.errno not in NO_FULLFSYNC:
+                raise
             os.fsync(fd)  # network volumes and some others only know this
     else:
         os.fsync(fd)
