@@ -54,7 +54,7 @@ def run(model: Path, entries: int = 10_000, tokens: int = 16_000, repeats: int =
             server.complete("Hello", max_tokens=2)
             flush(server)
         [folder] = (full / "v1").iterdir()
-        with Progress("writing entries") as progress:
+        with Progress("writing entries", amount=lambda done, total: f"{done:,}/{total - 1:,} entries") as progress:
             _fill(folder, entries, tokens, progress)
         with Progress("reading them"):
             warm = [_child(full, folder.name, entries, tokens) for _ in range(2)][-1]

@@ -47,7 +47,8 @@ class Model:
     def chunk_costs(self) -> np.ndarray | None:
         if self.costs is None and len(self.chunks) >= LEAST_CHUNKS:
             offsets, counts, seconds = (np.array(column, float) for column in zip(*self.chunks, strict=True))
-            features = np.stack([np.ones_like(counts), counts, counts * (offsets + counts / 2)], axis=1)
+            # In this order: where chunks of one size alone were seen, the cost is taken to be the tokens', not the call's.
+            features = np.stack([counts, counts * (offsets + counts / 2), np.ones_like(counts)], axis=1)
             self.costs = fit(features, seconds, _ages(len(seconds), _HALF_CHUNKS))
         return self.costs
 
@@ -159,7 +160,7 @@ def _chunk_seconds(model: Model, start: int, stop: int) -> float | None:
         return None
     count = stop - start
     calls = math.ceil(count / max(tokens for _, tokens, _ in model.chunks))
-    return float(costs[0] * calls + costs[1] * count + costs[2] * count * (start + count / 2))
+    return float(costs[0] * count + costs[1] * count * (start + count / 2) + costs[2] * calls)
 
 
 def _report(model: Model) -> dict[str, Any]:

@@ -93,6 +93,8 @@ class SsdTier:
 
     def prefilled(self, source: ModelSource, start: int, tokens: int, seconds: float) -> None:
         """Note what a prefill chunk took."""
+        if source.path is None:
+            return  # it will never have a fingerprint, and nothing of it is stored
         early = self._early.setdefault(source, deque(maxlen=KEPT_CHUNKS))
         early.append((start, tokens, seconds))
         if (identity := self._identity(source, 0)) is not None:

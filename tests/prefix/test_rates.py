@@ -154,6 +154,17 @@ def test_without_prefill_measurements_entries_are_restored():
     assert Chooser(rates).decide(MODEL, offer((8192, GB)), 0, 9000).action == "restored"
 
 
+def test_what_saves_next_to_nothing_is_left_alone():
+    """Under 30 ms against 60: twice as fast, and not worth a flip."""
+    rates = measured()
+    rates.restored(MODEL, GB // 100, 0.06)
+    decision = Chooser(rates).decide(MODEL, offer((250, GB // 100)), 0, 260)
+    assert decision.action == "restored" and decision.compute_s < decision.restore_s / 2
+    rates = measured()
+    rates.restored(MODEL, GB // 100, 0.2)
+    assert Chooser(rates).decide(MODEL, offer((250, GB // 100)), 0, 260).action == "recomputed"
+
+
 def test_a_part_is_restored_where_the_last_file_is_not_worth_it():
     """An entry of a long conversation that shares little more than what its parent has."""
     found = Chooser(measured(restore=1.0)).decide(MODEL, offer((2100, 5 * GB), (2048, GB // 10)), 0, 2200)
