@@ -41,6 +41,10 @@ def test_what_grows_is_told():
     ):  # fmt: skip
         (fault,) = soak.flatness(samples(**{name: slope}), 4000)["faults"]
         assert says in fault
+    # A larger moment now and then is a step, too many of them are not.
+    for step, steps, faults in ((10.0, 2, 0), (10.0, 8, 1)):
+        grown = [{**s, "rss_mb": s["rss_mb"] + step * (s["requests"] * steps // 2000)} for s in samples()]
+        assert len(soak.flatness(grown, 4000)["faults"]) == faults
     assert soak.flatness(samples(rss_mb=0.005), 500)["faults"] == []  # too few to tell
 
 
