@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_lm_hooks import Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Route, Serves, UsageError, hookimpl
+from mlx_lm_hooks import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Refused, Route, Row, Serves, UsageError, hookimpl
 
 from . import settings as table
 from .runtime import Runtime
@@ -138,3 +138,13 @@ def mlx_lm_merge_row(caches: Sequence[Any]) -> list[Any] | None:
 @hookimpl
 def mlx_lm_kv_scheme() -> KVScheme | None:
     return _runtime.scheme() if _runtime is not None else None
+
+
+@hookimpl
+def mlx_lm_admit(request: Admission) -> Refused | None:
+    return _runtime.guard.admit(request) if _runtime is not None else None
+
+
+@hookimpl
+def mlx_lm_decoding(rows: Sequence[Row]) -> Refused | None:
+    return _runtime.guard.decoding(rows) if _runtime is not None else None

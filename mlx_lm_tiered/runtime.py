@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mlx_lm_hooks import Engine, ModelSource, Serves
 
 from .identity import IdentityResolver, stat_signature
+from .memory.guard import MemoryGuard
 from .prefix.index import token_key
 from .prefix.probing import Look, look_in_ram
 from .prefix.ram import RamTier
+from .prefix.relief import Relief
 from .prefix.ssd import SsdTier
 from .prefix.tiers import TieredPrefixCache
 from .schemes.spec import PLAIN, Spec
@@ -70,6 +72,8 @@ class Runtime:
         self._announcement = "SSD tier off (--ssd-cache DIR)"
         self._store = self._queue = self._identities = self._ssd = self._restorer = self._rates = self._compactor = None
         self.checkpoints: Checkpoints | None = None
+        relief = Relief(lambda: list(self._caches), lambda: self._queue)
+        self.guard = MemoryGuard(settings.memory_budget, relief, self.statistics)
 
     def _open_ssd_tier(self, restoring_bytes: int) -> None:
         """Not before there is something to serve: a server sets up its log after its flags are read."""
@@ -153,6 +157,8 @@ class Runtime:
         self.source = source
         if self._identities is not None and source.path is not None:
             self._identities.request(source)
+        if self.engine is not None:
+            self.guard.model_loaded()
 
     def prefilled(self, source: ModelSource, start: int, tokens: int, seconds: float) -> None:
         """Note what a prefill chunk took; on the generation thread."""
@@ -287,6 +293,7 @@ class Runtime:
                 "evictions": sum(c.ram.evictions for c in caches),
             },
             "checkpoints": self.checkpoints.stats() if self.checkpoints is not None else None,
+            "memory": self.guard.report() if self.engine is not None else None,
             "ssd": self._report_ssd(caches),
             "warm": self.warmer.report() if self.warmer is not None else None,
             "kv": self._scheme.report([entry for cache in caches for entry in cache.ram]) if self._scheme is not None else None,

@@ -148,6 +148,11 @@ class Settings:
         True, parse_switch, "Write entries to the SSD tier soon after each request, in idle turns. Off: only on eviction, flush and shutdown.",
         shown="on", needs="ssd_cache",
     )  # fmt: skip
+    memory_budget: int | None = _setting(
+        None, parse_size,
+        "Bytes that a server's arrays may take, the model's included; stored prefixes make room first, then requests are refused. 0: no guard.",
+        shown="what the device recommends, else 80 % of memory", metavar="SIZE",
+    )  # fmt: skip
     shutdown_timeout: float = _setting(
         120.0, parse_seconds, "Seconds a stopping server may take to finish requests and save.", shown="120", metavar="SECONDS"
     )
@@ -184,7 +189,7 @@ def add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
     for f in fields(Settings):
         if command == "server" and f.metadata["upstream"]:
             continue
-        if command != "server" and f.name in ("shutdown_timeout", "admin_routes", "warm", "generation_checkpoint"):
+        if command != "server" and f.name in ("memory_budget", "shutdown_timeout", "admin_routes", "warm", "generation_checkpoint"):
             continue
         text = f"{f.metadata['help']} Default: {f.metadata['shown']}. Environment: {env_name(f.name)}".replace("%", "%%")
         if f.metadata["parse"] is parse_switch:

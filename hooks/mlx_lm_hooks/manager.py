@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -12,7 +12,7 @@ import pluggy
 
 from . import specs
 from .markers import PROJECT
-from .types import Engine, GenerationCheckpoints, Host, Invocation, KVScheme, ModelSource, PluginError, PrefixCache, Route, Serves, UsageError
+from .types import Admission, Engine, GenerationCheckpoints, Host, Invocation, KVScheme, ModelSource, PluginError, PrefixCache, Refused, Route, Row, Serves, UsageError
 
 PLUGIN_GROUP = "mlx_lm.plugins"
 HOST_GROUP = "mlx_lm.host"
@@ -123,6 +123,12 @@ class Plugins:
 
     def kv_scheme(self) -> KVScheme | None:
         return self._hook.mlx_lm_kv_scheme()
+
+    def admit(self, request: Admission) -> Refused | None:
+        return self._hook.mlx_lm_admit(request=request)
+
+    def decoding(self, rows: Sequence[Row]) -> Refused | None:
+        return self._hook.mlx_lm_decoding(rows=rows)
 
 
 _enabled: Plugins | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .markers import hookspec
-from .types import Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Route, Serves
+from .types import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Refused, Route, Row, Serves
 
 
 @hookspec
@@ -88,3 +88,13 @@ def mlx_lm_merge_row(caches: Sequence[Any]) -> list[Any] | None:
 @hookspec(firstresult=True)
 def mlx_lm_kv_scheme() -> KVScheme | None:
     """How KV is stored, or None to leave that to upstream. Called once, when mlx-lm is hooked."""
+
+
+@hookspec(firstresult=True)
+def mlx_lm_admit(request: Admission) -> Refused | None:
+    """A server's request is about to be prefilled, on the generation thread: None to go on, or why it is refused. The other requests go on either way."""
+
+
+@hookspec(firstresult=True)
+def mlx_lm_decoding(rows: Sequence[Row]) -> Refused | None:
+    """`rows` have been decoded for 256 tokens since the last call, or a prefill has just ended. None to go on; otherwise the newest (last) row ends with this error, its caches are put, and the hook is asked again."""

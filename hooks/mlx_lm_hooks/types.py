@@ -17,6 +17,15 @@ class UsageError(PluginError):
     """Wrong flags, environment or settings. Commands print the text and exit 2."""
 
 
+class Refused(Exception):
+    """A request cannot be served: HTTP status, one sentence for the client, seconds after which another try makes sense (None: it never does)."""
+
+    def __init__(self, status: int, text: str, retry_after: int | None = None):
+        super().__init__(text)
+        self.status = status
+        self.retry_after = retry_after
+
+
 @dataclass(frozen=True)
 class Invocation:
     """One start of an mlx-lm command, or of the plugins in a script.
@@ -76,6 +85,36 @@ class Taken(NamedTuple):
     caches: list[Any]
     length: int
     companion: Companion | None = None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A server's request that is about to be prefilled; nothing of it is computed yet.
+
+    `tokens` is the whole prompt, of which `caches` (one a layer; None for new ones)
+    hold the first `cached`. `draft` is the draft model, or None. `max_tokens` bounds the
+    reply (-1: nothing does), `step` the tokens of one forward pass. Of the other
+    requests in the same batch, `decoding` has the tokens that each row holds, and
+    `waiting` (tokens of the prompt, tokens held) of those admitted before.
+    """
+
+    source: ModelSource | None
+    model: Any
+    draft: Any
+    tokens: Sequence[int]
+    cached: int
+    caches: Sequence[Any] | None
+    max_tokens: int
+    step: int
+    decoding: Sequence[int] = ()
+    waiting: Sequence[tuple[int, int]] = ()
+
+
+class Row(NamedTuple):
+    """A sequence that is being decoded: tokens in its caches, and how many may still come (-1: no bound)."""
+
+    held: int
+    left: int
 
 
 Serves = Literal["server", "script"]  # what a prefix cache stands in for; see `mlx_lm_prefix_cache`

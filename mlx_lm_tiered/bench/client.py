@@ -120,7 +120,7 @@ class Client:
                 elif line.startswith(b"data: "):
                     event = json.loads(line[6:])
                     if "error" in event:
-                        raise RequestFailed(f"POST {path} ended with an error: {event['error']}")
+                        raise RequestFailed(f"POST {path} ended with an error: {event['error']}", event["error"].get("code"))
                     yield event
             raise RequestFailed("the stream ended before its end mark")
         finally:

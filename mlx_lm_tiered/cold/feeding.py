@@ -48,6 +48,11 @@ class Feeder:
         self._feed = None
         return True
 
+    @property
+    def feeding(self) -> bool:
+        """Whether tensors of an entry are still to come."""
+        return self._feed is not None and not self._feed.write.settled
+
     def close(self) -> None:
         """Let go of the arrays."""
         self._feed = None

@@ -143,6 +143,44 @@ class SpillQueue:
         until, force = job.continue_until, self._flushing > 0
         return Write(lambda: self._store.begin(fingerprint, namespace, key, meta, force=force, continue_until=until), self._settled)
 
+    def write_now(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Write what waits, oldest first, though the engine is busy, until `done()`. False when time is up or nothing is left to try."""
+        with self._condition:
+            self._flushing += 1
+            self._flushes += 1
+        try:
+            self._thread.nudge()
+            while not done():
+                if time.monotonic() > deadline or self._closed:
+                    return False
+                if not self.turn():
+                    with self._condition:
+                        if not self._pending.flying and self._next(self._clock()) is None:
+                            return done()
+                        self._condition.wait(0.002)
+            with self._condition:
+                # The writer lets go of an entry's arrays a moment after the entry is on disk.
+                while self._ending() and time.monotonic() < deadline:
+                    self._condition.wait(0.002)
+            return True
+        finally:
+            with self._condition:
+                self._flushing -= 1
+
+    def _ending(self) -> bool:
+        """Whether an entry is being written of which all tensors are handed over."""
+        return len(self._pending.flying) > self._feeder.feeding
+
+    def shed(self, key: bytes | None = None, but: bytes | None = None) -> bool:
+        """Drop the waiting job of these tokens, or the oldest one of any but those, to free its memory. False when there is none."""
+        with self._condition:
+            job = next((job for job in self._pending.waiting if job.key == key or (key is None and job.key != but)), None)
+            if job is None:
+                return False
+            self._pending.remove(job)
+            self._drop(job)
+            return True
+
     # Any thread
 
     def flush(self, timeout: float) -> FlushResult:
@@ -223,6 +261,7 @@ class SpillQueue:
         with self._condition:
             job = self._pending.land(write)
             if error is None:
+                job.caches = []  # now, whoever still holds the job
                 self._counts["written"] += 1
                 self._ledger.clear(job.place)
             elif isinstance(error, NotIdentical) and not self._closed:

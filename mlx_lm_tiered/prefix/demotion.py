@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from ..statistics import Statistics
 from .ram import Entry, RamTier
@@ -30,7 +31,8 @@ class Demotion:
         self._idle = idle
         self._clock = clock
         self._due: dict[Hashable | None, float] = {}  # namespace (None: all) -> uses before this time count as long ago
-        self._offered: dict[Entry, float] = {}
+        # What left RAM by itself must not be held by being remembered here.
+        self._offered: WeakKeyDictionary[Entry, float] = WeakKeyDictionary()
 
     def due_now(self, namespace: Hashable | None = None) -> float:
         """Make everything used before now due, of one namespace or of all. Returns the time. Any thread."""
@@ -49,8 +51,7 @@ class Demotion:
                 self._statistics.count("demotions")
                 return True
             if now - self._offered.get(entry, -OFFER_AGAIN) >= OFFER_AGAIN:
-                # What left RAM by itself need not be remembered.
-                self._offered = {e: t for e, t in self._offered.items() if now - t < OFFER_AGAIN} | {entry: now}
+                self._offered[entry] = now
                 if self._ssd.offer(entry, kept=True):
                     return True
         return False

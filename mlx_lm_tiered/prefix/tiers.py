@@ -20,6 +20,7 @@ from .unsaved import Unsaved
 
 if TYPE_CHECKING:
     from ..cold.restoring import Restorer
+    from ..cold.spill import SpillQueue
     from .choice import Decision
     from .ssd import SsdTier
 
@@ -143,6 +144,31 @@ class TieredPrefixCache:
     def entries(self) -> list[Entry]:
         """All entries of the RAM tier, and those that wait to be queued; least recently used first."""
         return list(self.unsaved) + [entry for entry in self.ram if entry not in self.unsaved]
+
+    # For relief of memory
+
+    def lender(self, source: ModelSource, tokens: Sequence[int], key: bytes) -> tuple[Entry, int] | None:
+        """The entry in memory that serves the longest prefix of `tokens`, and its length."""
+        return self._in_memory(self._namespace(source), source, tokens, key)[0]
+
+    def returns(self, entry: Entry) -> bool:
+        """Whether an entry's prefix can come back from disk; without an SSD tier there is nothing to wait for."""
+        return self._ssd is None or self._ssd.holds(entry)
+
+    def save_now(self, entry: Entry, queue: SpillQueue, deadline: float) -> bool:
+        """Have an entry written before anything else goes on. False when it is not on disk by the deadline."""
+        if self._ssd is None or not self._offer(entry):
+            return False
+        ssd = self._ssd
+        return queue.write_now(lambda: ssd.holds(entry), deadline)
+
+    def release(self, entry: Entry) -> None:
+        """Let go of an entry, saved or not."""
+        if entry in self.unsaved:
+            self.unsaved.give_up(entry)
+        if entry in self.ram:
+            self.ram.remove(entry)
+        entry.caches = []  # whoever walks over the entries still holds this one
 
     # Inside
 

@@ -67,6 +67,11 @@ class Unsaved:
         if not len(index):
             del self._indexes[entry.namespace]
 
+    def give_up(self, entry: Entry) -> None:
+        """Let go of an entry whose memory is needed."""
+        self.remove(entry)
+        self._lose(entry)
+
     def offer_one(self, offer: Callable[[Entry], bool]) -> bool:
         """Hand over the oldest entry that `offer` takes. Whether there was one."""
         for entry in self:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from .admitting import Watch, admit_row
 from .isolation import Row
 from .runtime import Runtime
 
@@ -27,6 +28,7 @@ def build(original: type, runtime: Runtime) -> type:
             self._broken: list[int] = []  # failed, to be reported
             self._decoding = False  # whether a decoding step runs, or has failed
             self._decoded: list[Any] = []  # what it gave
+            self._watch = Watch(runtime)
             if self._engine is not None:
                 self._watch_decoding()
 
@@ -39,6 +41,7 @@ def build(original: type, runtime: Runtime) -> type:
             try:
                 if mailbox.ended:
                     raise ValueError("the request has failed before")
+                admit_row(runtime, self, kwargs)
                 kwargs["samplers"] = [row.sampler(sample) for sample in kwargs["samplers"]]
                 kwargs["logits_processors"] = [[row.processor(p) for p in of_row or ()] for of_row in kwargs["logits_processors"]]
                 uids = super().insert_segments(*args, **kwargs)
@@ -62,6 +65,8 @@ def build(original: type, runtime: Runtime) -> type:
             for response in responses:
                 if response.finish_reason is not None and response.uid not in self._broken:
                     self._rows.pop(response.uid, None)
+            if self._watch.due(prompts, responses):
+                self._end_rows()
             return self._reported(prompts, responses) if self._broken else (prompts, responses)
 
         def remove(self, uids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,6 +85,18 @@ def build(original: type, runtime: Runtime) -> type:
                         self._engine.keep(batch.tokens[index][:], batch.extract_cache(index), role)
             except Exception as error:
                 runtime.fault("keeping a cancelled prefill", error)
+
+        def _end_rows(self) -> None:
+            """End rows, the newest first, until the plugins let the others go on."""
+            import mlx.core as mx
+
+            while (end := self._watch.ask(self)) is not None and end[0] in self._rows:
+                uid, refused = end
+                self._keep([uid])
+                super().remove([uid])
+                # What is left is a graph over the whole batch until it is computed.
+                mx.eval([cache.state for cache in self._generation_batch.prompt_cache])
+                self._rows[uid].fail(refused)
 
         def _failed(self, row: Row) -> None:
             if row.uid in self._rows:

@@ -36,6 +36,8 @@ class Engine:
         self._prepared: Any = None  # of the request delivered last
         self._model: Any = None  # that the request delivered last names; upstream loads no other before the next one
         self.current: Mailbox | None = None  # of the request delivered last
+        # Ranks of a distributed server must decide alike, and each has its own memory.
+        self._admits = not getattr(generator, "_is_distributed", False)
         self.joining: Any = None  # the row that has just joined the batch, until it has its detokenizer
         self.delivered = 0  # requests so far
         self._open: list[Mailbox] = []  # of those delivered, all that have not ended
@@ -115,7 +117,7 @@ class Engine:
     def _request(self, original: Callable[..., Any], timeout: float | None) -> Delivery | None:
         """The next request that need not be held back."""
         while (request := self._queued(original, timeout)) is not None:
-            request = (Mailbox(request[0]), *request[1:])
+            request = (Mailbox(request[0], self._admits), *request[1:])
             if request[0].cancelled:
                 request[0].put(Cancelled())
             elif not self._hold(request):

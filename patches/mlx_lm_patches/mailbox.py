@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlx_lm_hooks.types import Refused
+
+from .shortage import without_memory
+
 _GONE = "_mlx_lm_patches_gone"
 
 
@@ -28,12 +32,18 @@ class Mailbox:
 
     Upstream puts its context, tuples of progress, responses, and at the end None or
     an exception. What comes after the end is let go.
+
+    The context makes the HTTP thread send the status line, and comes before upstream
+    knows what the request needs. With a `door` it is held back until the request is
+    admitted (`open`) or anything else is put, so that a refusal can still be the answer.
     """
 
-    def __init__(self, queue: Any):
+    def __init__(self, queue: Any, door: bool = False):
         self.queue = queue
         self.context: Any = None
         self.ended = False
+        self.held = False  # whether the context waits for admission
+        self._door = door
 
     @property
     def cancelled(self) -> bool:
@@ -50,11 +60,27 @@ class Mailbox:
             self.context = item
             if self.ended:
                 item.stop()
+            elif self._door:
+                self.held = True
+                return
         if self.ended:
             return
         if item is None or isinstance(item, Exception):
             self.ended = True
+        if isinstance(item, Exception):
+            item = without_memory(item) or item
+        if isinstance(item, Refused):
+            # Its frames hold the request's caches, which must go now, not at some garbage collection.
+            item.__traceback__ = None
+            self.held = False
+        self.open()
         self.queue.put(item)
+
+    def open(self) -> None:
+        """Let the context through: the request is admitted."""
+        if self.held:
+            self.held = False
+            self.queue.put(self.context)
 
     def fail(self, error: Exception) -> None:
         """End the request with an error; upstream lets go of it as of one whose client has gone."""

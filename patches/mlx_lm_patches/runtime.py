@@ -11,6 +11,7 @@ from typing import Any
 from mlx_lm_hooks.manager import Plugins
 from mlx_lm_hooks.types import GenerationCheckpoints, Invocation, ModelSource, PrefixCache
 
+
 log = logging.getLogger("mlx_lm_patches")
 
 

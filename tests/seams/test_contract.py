@@ -19,6 +19,7 @@ TYPES = {
     ("mlx_lm_prefix_cache", "max_bytes"): "NoneType",
     ("mlx_lm_prefix_cache", "serves"): "str",
     ("mlx_lm_merge_row", "caches"): "list",
+    ("mlx_lm_decoding", "rows"): "list",
 }
 
 # A plugin that has all hooks, answers none, and notes the types of what it is given.

@@ -11,18 +11,18 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from mlx_lm_hooks.types import Reply, Request, Route
+from mlx_lm_hooks.types import Refused, Reply, Request, Route
 
 from ..access import is_local
 from ..clients import Client
 from ..runtime import Runtime
 from ..seam import Seam
+from ..shortage import RETRY_AFTER_SECONDS
 from ..stopping import Stopping
 
 log = logging.getLogger("mlx_lm_patches")
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
-RETRY_AFTER_SECONDS = 10
 LARGEST_BODY = 16 << 20
 
 
@@ -143,10 +143,21 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
             self.close_connection = True
             if not getattr(self, "plugin_sent", False):
                 self._headers_buffer = []  # upstream's 200, which waits for the body
-                self.plugin_reply(_error(400 if isinstance(error, ValueError) else 500, f"{type(error).__name__}: {error}"))
+                status, text = _status(error)
+                self.plugin_reply(_error(status, text), **_retry(error))
             elif self.stream:
-                self.wfile.write(f"data: {json.dumps({'error': {'message': str(error), 'code': 500}})}\n\n".encode())
+                self.wfile.write(f"data: {json.dumps({'error': {'message': str(error), 'code': _code(error)}})}\n\n".encode())
                 self.wfile.flush()
+
+        def _set_completion_headers(self, status_code: int = 200) -> None:
+            # Upstream answers 404 to whatever ends a request before its first answer.
+            refused = sys.exc_info()[1] if status_code == 404 else None
+            if not isinstance(refused, Refused):
+                super()._set_completion_headers(status_code)
+                return
+            super()._set_completion_headers(refused.status)
+            for name, value in _retry(refused).items():
+                self.send_header(name.replace("_", "-"), value)
 
         def flush_headers(self) -> None:
             self.plugin_sent = True
@@ -174,6 +185,23 @@ def _other(method: str, base: type) -> Callable[[Any], None]:
             self.send_error(501, f"Unsupported method ({method!r})")
 
     return respond
+
+
+def _status(error: Exception) -> tuple[int, str]:
+    """The status and the text for an error of which nothing else is known than that it ended a request."""
+    if isinstance(error, Refused):
+        return error.status, str(error)
+    return 400 if isinstance(error, ValueError) else 500, f"{type(error).__name__}: {error}"
+
+
+def _code(error: Exception) -> int:
+    """The code for an error in the middle of a stream, which did not come from what the client asked."""
+    return error.status if isinstance(error, Refused) else 500
+
+
+def _retry(error: Exception) -> dict[str, str]:
+    seconds = error.retry_after if isinstance(error, Refused) else None
+    return {} if seconds is None else {"Retry_After": str(seconds)}
 
 
 def _error(status: int, message: str) -> Reply:

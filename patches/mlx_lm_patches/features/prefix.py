@@ -68,7 +68,10 @@ def build(original: type, runtime: Runtime) -> type:
             if self._prefixes is not None:
                 try:
                     if self._prefixes.owns(prompt_cache):
-                        self._prefixes.put(runtime.source_for(model), tokens, prompt_cache, role=cache_type)
+                        # Upstream's loop keeps its last list in a variable, and would keep what it holds from being freed.
+                        caches = list(prompt_cache)
+                        prompt_cache.clear()
+                        self._prefixes.put(runtime.source_for(model), tokens, caches, role=cache_type)
                         return
                 except Exception as error:
                     runtime.fault("storing a prefix", error)

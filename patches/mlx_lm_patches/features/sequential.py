@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import checkpointing, singly
+from ..admitting import admit_one, watch_one
 from ..holding import mark, remembering
 from ..progress import Progress, stoppable
 from ..runtime import Fetch, Runtime
@@ -40,6 +41,12 @@ def build_stream_generate(original: Callable[..., Any], runtime: Runtime) -> Cal
 
     @functools.wraps(original)
     def stream_generate(*args: Any, **kwargs: Any) -> Any:
+        fetch = runtime.here.fetch
+        mailbox = admit_one(runtime, fetch, kwargs)
+        steps = begin(*args, **kwargs)
+        return steps if mailbox is None else watch_one(runtime, fetch, kwargs, steps)
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
         following = checkpointing.take(runtime, kwargs.get("prompt") or []) if runtime.here.following is not None else None
         if following is None or args:
             return keeping(*args, **kwargs)
