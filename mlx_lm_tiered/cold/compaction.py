@@ -3,7 +3,8 @@
 A chain that is never made one is restored a little slower with every turn, and its
 last turns' entries pay for a whole one when it is full (`catalog.MAX_CHAIN`). Writing
 it anew costs as many bytes as all its turns together wrote, though. So it is done
-seldom: for chains that are long, and only when the conversation rests.
+seldom: for chains that are long or hold much that is of no use, and only when the
+conversation rests. Afterwards nothing needs the parents, so they may be evicted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import xxhash
 
@@ -80,15 +82,25 @@ class Compactor:
 
 
 def choose(catalog: Catalog, long: int, resting: float) -> ColdEntry | None:
-    """A chain that is worth it: of `long` files or more, continued by nothing, not used for `resting` seconds; the longest."""
+    """A chain that is worth it, continued by nothing and not used for `resting` seconds; the longest.
+
+    That is one of `long` files or more, or one whose files hold as many tokens behind
+    those that the next one continues as it has itself: a restore reads them too.
+    """
     before = time.time_ns() - int(resting * 1e9)
-    for entry in sorted(catalog.ends(long), key=lambda end: -len(end.chain)):
+    worth = [end for end in catalog.ends(2) if len(end.chain) >= long or _unused(end) >= end.length]
+    for entry in sorted(worth, key=lambda end: -len(end.chain)):
         try:
             if os.stat(entry.path, follow_symlinks=False).st_mtime_ns < before:
                 return entry
         except OSError:
             continue
     return None
+
+
+def _unused(entry: ColdEntry) -> int:
+    """The tokens that a restore reads for nothing."""
+    return sum(parent.length - child.start for parent, child in pairwise(entry.chain))
 
 
 def compact(store: ColdStore, entry: ColdEntry, go_on: Callable[[], bool] = lambda: True) -> bool:

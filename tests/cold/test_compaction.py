@@ -164,6 +164,23 @@ def test_long_chains_that_rest_are_chosen(tmp_path):
     assert compaction.LONG > 20, "a conversation of 20 turns writes its new tokens only"
 
 
+def test_chains_that_read_too_much_for_nothing_are_chosen(tmp_path):
+    """An uncuttable family whose answers come back in other tokens: every parent is read to its end, and used in part."""
+    store, said = scanned(tmp_path / "c"), []
+    for turn in range(4):
+        said = [*said, *range(turn * 100, turn * 100 + 25)]
+        tail = [9000 + turn] * (0 if turn == 3 else len(said) - 2)
+        n = len(said) + len(tail)
+        save(store, job([*said, *tail], [*grown(n), state(n)]))
+        chosen = choose(store.catalog, 99, 0)
+        assert (chosen is None) == (turn < 3), turn
+    assert chosen.length == 100 and sum(p.length - c.start for p, c in zip(chosen.chain, chosen.chain[1:], strict=False)) >= 100
+    expected = dumped(restore(store, said))
+    assert compact(store, chosen)
+    store = scanned(store.root)
+    assert dumped(restore(store, said)) == expected and choose(store.catalog, 99, 0) is None
+
+
 def test_the_thread_makes_way_and_ends_at_once(tmp_path, monkeypatch):
     store = scanned(tmp_path / "c")
     first, second = talk(store, 5, seed=1), talk(store, 5, seed=2)
