@@ -124,6 +124,7 @@ class Client:
                     yield event
             raise RequestFailed("the stream ended before its end mark")
         finally:
+            response.close()  # which has the socket by now, when the server ends the connection
             connection.close()
 
     def _answer(self, path: str, body: dict[str, Any], options: dict[str, Any]) -> Answer:
