@@ -52,7 +52,11 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     schemes.add_argument("--decode-tokens", type=positive, default=16, metavar="N", help="tokens decoded in each measurement (default: 16)")
     schemes.add_argument("--repeats", type=positive, default=5, metavar="R", help="rounds, each with every scheme (default: 5)")
     schemes.set_defaults(run=run_bench_schemes)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes):
+    guard = benches.add_parser("guard", help="decode speed with the memory guard over that without")
+    guard.add_argument("--decode-tokens", type=positive, default=600, metavar="N", help="tokens decoded in each measurement (default: 600)")
+    guard.add_argument("--repeats", type=positive, default=8, metavar="R", help="pairs of measurements (default: 8)")
+    guard.set_defaults(run=run_bench_guard)
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, guard):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     restoring.add_argument("--tokens", type=positive, default=6000, metavar="N", help="tokens of the entry, each 131 kB (default: 6000)")
@@ -64,7 +68,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     start_up.add_argument("--repeats", type=positive, default=40, metavar="R", help="starts with and without it (default: 40)")
     start_up.set_defaults(run=run_bench_start_up)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, restoring, start_up):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, guard, restoring, start_up):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -128,6 +132,16 @@ def run_bench_stall(args: argparse.Namespace) -> int:
     return run_measurement(
         args,
         lambda: stall.run(Path(model(args.model)), args.prefix_tokens, args.repeats),
+        lambda result: [] if result["text_equal"] else ["the answers differ"],
+    )
+
+
+def run_bench_guard(args: argparse.Namespace) -> int:
+    from ..bench import guard
+
+    return run_measurement(
+        args,
+        lambda: guard.run(Path(model(args.model)), args.decode_tokens, args.repeats),
         lambda result: [] if result["text_equal"] else ["the answers differ"],
     )
 

@@ -168,6 +168,15 @@ def test_bench_overhead_decodes_while_entries_wait(tiny_llama: Path, tmp_path: P
     assert found["decode_ratio_min"] <= found["decode_ratio"] <= found["decode_ratio_max"]
 
 
+def test_bench_guard(tiny_llama: Path, tmp_path: Path):
+    file = tmp_path / "guard.json"
+    done = command("bench", "guard", "--model", tiny_llama, "--decode-tokens", "300", "--repeats", "2", "--json", file)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["checks"] >= 6 and found["text_equal"] is True
+    assert 0 < found["decode_ratio_min"] <= found["decode_ratio"] <= found["decode_ratio_max"]
+
+
 def test_bench_writes(tiny_llama: Path, tmp_path: Path):
     file = tmp_path / "writes.json"
     done = command("bench", "writes", "--model", tiny_llama, "--turns", "6", "--turn-tokens", "300", "--json", file)
