@@ -237,6 +237,9 @@ class KVScheme(Protocol):
     def caches(self, model: Any, path: Path | None, caches: list[Any]) -> list[Any]:
         """What a generation begins with, given the empty caches that the model makes."""
 
+    def converts(self, model: Any) -> bool:
+        """Whether the caches of a model, for which `caches` was asked, are converted at the start."""
+
     def convert(self, caches: list[Any]) -> None:
         """Convert one request's caches that hold `start` tokens or more, in place. The list keeps its objects."""
 

@@ -73,11 +73,11 @@ def convert(caches: Sequence[Any], affine: Affine, start: int) -> int:
     return done
 
 
-def convert_rows(caches: list[Any], rows: Sequence[int], affine: Affine, start: int) -> None:
-    """Quantize rows of a batch's caches, in the list; each holds exactly `start` tokens. One layer at a time."""
+def convert_rows(caches: list[Any], rows: Sequence[int], affine: Affine) -> None:
+    """Quantize rows of a batch's caches, in the list. One layer at a time."""
 
     def change(cache: Any) -> Any:
-        changed = _convert_rows(cache, rows, affine, start)
+        changed = _convert_rows(cache, rows, affine)
         if changed is not cache:
             mx.eval(changed.state)
         return changed
@@ -86,7 +86,7 @@ def convert_rows(caches: list[Any], rows: Sequence[int], affine: Affine, start: 
         caches[place] = mapped(caches[place], change)
 
 
-def _convert_rows(cache: Any, rows: Sequence[int], affine: Affine, start: int) -> Any:
+def _convert_rows(cache: Any, rows: Sequence[int], affine: Affine) -> Any:
     if type(cache) not in BATCH and not isinstance(cache, MixedBatch):
         return cache
     groups = groups_of(cache)
@@ -97,8 +97,9 @@ def _convert_rows(cache: Any, rows: Sequence[int], affine: Affine, start: int) -
     staying = [place for place, row in enumerate(plain.rows) if row not in rows]
     if not moving:
         return cache
+    _in_order(groups)
     moved = _quantized(_pick(plain.cache, moving), BATCH[type(plain.cache)], affine)
-    moved.bounds = [start] * len(moving)
+    moved.bounds = moved.offset.tolist()
     result = [Group([plain.rows[place] for place in moving], moved)]
     if staying:
         result.append(Group([plain.rows[place] for place in staying], _pick(plain.cache, staying)))
@@ -109,6 +110,14 @@ def _convert_rows(cache: Any, rows: Sequence[int], affine: Affine, start: int) -
     if len(result) == 1 and result[0].rows == list(range(rows_of(cache))):
         return result[0].cache
     return MixedBatch(result)
+
+
+def _in_order(groups: Sequence[Group]) -> None:
+    """Put wrapped rings in order. mlx-lm's mask of a longer chunk after a wrapped ring's single token is wrong for padded rows; the chunk that ends at a start may be a single token."""
+    for group in groups:
+        for part in getattr(group.cache, "parts", (group.cache,)):
+            if getattr(part, "rotated", False):
+                part._temporal_order()
 
 
 def _pick(cache: Any, places: list[int]) -> Any:
@@ -128,5 +137,8 @@ def _quantized(cache: Any, target: type, affine: Affine) -> Quantized:
     for keys, values in zip(*sides, strict=True):
         part = copy.copy(cache)
         part.keys, part.values = keys, values
+        if hasattr(cache, "left_padding"):
+            # mlx-lm adds to these in place, in each part.
+            part.offset, part.left_padding = cache.offset[...], cache.left_padding[...]
         parts.append(part)
     return target.of(parts, affine.bits, affine.group_size)

@@ -142,9 +142,10 @@ def rows_of(cache: Any) -> int:
 def extend(cache: Any, other: Any) -> Any:
     """A batch with the rows of `other` behind those of `cache`, both of which are given up."""
     first, second = groups_of(cache), groups_of(other)
-    if len(first) == len(second) == 1 and type(first[0].cache) is type(second[0].cache):
-        first[0].cache.extend(second[0].cache)
-        return first[0].cache
+    alike = len(first) == len(second) == 1 and type(first[0].cache) is type(second[0].cache)
+    if alike and not isinstance(cache, MixedBatch) and not isinstance(other, MixedBatch):
+        cache.extend(other)
+        return cache
     align([group.cache for group in (*first, *second)])
     count = rows_of(cache)
     for group in second:
@@ -155,7 +156,10 @@ def extend(cache: Any, other: Any) -> Any:
         else:
             like.cache.extend(group.cache)
             like.rows = like.rows + rows
-    return MixedBatch(first)
+    # One of which the quantized rows have left is still one, and stays the object that it is.
+    mixed = next((c for c in (cache, other) if isinstance(c, MixedBatch)), None) or MixedBatch(first)
+    mixed.groups = first
+    return mixed
 
 
 def groups_of(cache: Any) -> list[Group]:
@@ -167,28 +171,31 @@ def align(caches: Sequence[Any]) -> None:
     parts = [part for cache in caches for part in getattr(cache, "parts", (cache,))]
     if len({(part._idx, getattr(part, "_offset", 0), getattr(part, "rotated", False)) for part in parts}) == 1:
         return
-    quantized = next(cache for cache in caches if isinstance(cache, Quantized) and cache.keys is not None)
+    shapes = next(_shapes(cache) for cache in caches if cache.keys is not None)
     for part in parts:
         if not isinstance(part, BatchKVCache):
             part._temporal_order()
     last = max(part._idx for part in parts)
     seen = max(getattr(part, "_offset", 0) for part in parts)
     for part in parts:
-        _pad(part, last - part._idx, quantized)
+        _pad(part, last - part._idx, shapes)
         part._idx = last
         if not isinstance(part, BatchKVCache):
             part._offset = seen
 
 
-def _pad(part: Any, left: int, quantized: Quantized) -> None:
-    """Put `left` slots before those of a batch; an empty one gets them in the shape of the quantized rows'."""
+def _shapes(cache: Any) -> list[tuple[int, int, mx.Dtype]]:
+    """Heads, dimension and type of a cache's keys and values before they are quantized."""
+    if isinstance(cache, Quantized):
+        return [(scales.shape[1], scales.shape[3] * cache.group_size, scales.dtype) for _, scales, _ in (cache.keys, cache.values)]
+    return [(side.shape[1], side.shape[3], side.dtype) for side in (cache.keys, cache.values)]
+
+
+def _pad(part: Any, left: int, shapes: list[tuple[int, int, mx.Dtype]]) -> None:
+    """Put `left` slots before those of a batch; an empty one, which is plain, gets them in the shape of the others'."""
     if part.keys is None:
         rows = part.left_padding.shape[0]
-        made = []
-        for side in (quantized.keys, quantized.values):
-            scales = side[1]
-            made.append(mx.zeros((rows, scales.shape[1], left, scales.shape[3] * quantized.group_size), scales.dtype))
-        part.keys, part.values = made
+        part.keys, part.values = (mx.zeros((rows, heads, left, dim), dtype) for heads, dim, dtype in shapes)
     elif left or part.keys.shape[2] > part._idx:
         widths = [(0, 0), (0, 0), (left, 0), (0, 0)]
         part.keys, part.values = (mx.pad(side[:, :, : part._idx], widths) for side in (part.keys, part.values))

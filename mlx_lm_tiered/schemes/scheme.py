@@ -50,6 +50,11 @@ class Scheme:
             return caches
         return plan.apply(found, caches)
 
+    def converts(self, model: Any) -> bool:
+        """Whether the model can have the scheme, and its caches are quantized at the start."""
+        known = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+        return self.start > 0 and known is not None and known[0] is self and known[1] is not None
+
     def due(self, caches: Sequence[Any]) -> bool:
         """Whether some cache of a request is plain and holds `start` tokens or more."""
         return self.start > 0 and any(type(c) in SINGLE and c.offset >= self.start for c in leaves(caches))
@@ -62,7 +67,7 @@ class Scheme:
     def convert_rows(self, caches: list[Any], rows: Sequence[int]) -> None:
         """Quantize rows of a batch that hold exactly `start` tokens, in the list."""
         if self.spec.affine is not None:
-            convert_rows(caches, rows, self.spec.affine, self.start)
+            convert_rows(caches, rows, self.spec.affine)
             self.conversions += len(rows)
 
     def merge(self, rows: Sequence[list[Any]]) -> list[Any] | None:

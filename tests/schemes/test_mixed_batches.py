@@ -63,7 +63,7 @@ class Run:
             single = outputs(self.alone[row], queries[row][:, :, :n], new[row][:, :, :n])
             assert mx.abs(together[row : row + 1, :, :n] - single).max() < 1e-4, (row, n)
         due = [row for row, cache in enumerate(self.alone) if cache.offset == START]
-        convert_rows(self.batch, due, AFFINE, START)
+        convert_rows(self.batch, due, AFFINE)
         for row in due:
             assert convert([self.alone[row]], AFFINE, START) == 1
 
@@ -97,29 +97,29 @@ class Run:
             assert getattr(mine, "minimum_reusable_offset", 0) == getattr(cache, "minimum_reusable_offset", 0)
 
 
-@settings(max_examples=25, deadline=None)
+JOIN_OR_LEAVE = (
+    st.tuples(st.just("join"), st.lists(st.integers(2, 9), max_size=3)),
+    st.tuples(st.just("leave"), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(sorted(MAKE)),
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("decode"), st.integers(1, 4)),
-            st.tuples(st.just("prefill"), st.lists(st.integers(1, 9), min_size=4, max_size=4)),
-            st.tuples(st.just("join"), st.lists(st.integers(2, 9), max_size=3)),
-            st.tuples(st.just("leave"), st.integers(0, 3)),
-        ),
-        min_size=3,
-        max_size=9,
-    ),
+    st.lists(st.one_of(st.tuples(st.just("prefill"), st.lists(st.integers(1, 9), min_size=4, max_size=4)), *JOIN_OR_LEAVE), max_size=6),
+    st.lists(st.one_of(st.tuples(st.just("decode"), st.integers(1, 4)), *JOIN_OR_LEAVE), max_size=6),
 )
-def test_rows_of_any_age_attend_as_alone(name, operations):
+def test_rows_of_any_age_attend_as_alone(name, prefilling, decoding):
+    """In the order that mlx-lm has: a batch that prefills, then one that decodes, each joined and left by others."""
     run = Run(MAKE[name])
-    for op, how in operations:
+    for op, how in prefilling + decoding:
         if op == "decode":
             for _ in range(how):
                 run.step([1] * len(run.alone))
         elif op == "prefill":
             lengths = [run.at_most(row, n) for row, n in zip(range(len(run.alone)), how, strict=False)]
-            if max(lengths) > 1:
+            # A chunk of a single token comes from a row that reaches the start with it.
+            if max(lengths) > 1 or any(cache.offset == START - 1 for cache in run.alone):
                 run.step(lengths)
         elif op == "join" and len(run.alone) < 4:
             run.join(how)
@@ -140,3 +140,26 @@ def test_the_conversion_moves_rows_one_at_a_time(name, quantized):
         mixed = isinstance(run.batch[0], MixedBatch) and len(run.batch[0].groups) == 2
         assert mixed == (kinds[-1] == [True, False])
     assert kinds == [[False, False]] + [[True, False]] * 4 + [[True, True]] * 3
+
+
+@pytest.mark.parametrize("name", sorted(MAKE))
+def test_rows_are_padded_after_their_conversion(name):
+    """The parts of a converted batch have row arrays of their own, which mlx-lm adds to in place."""
+    run = Run(MAKE[name])
+    run.step([5])
+    run.join([9, 2])
+    for lengths in ([2, 3], [4, 2], [3, 5]):
+        run.step([run.at_most(row, n) for row, n in enumerate(lengths)])
+        run.check()
+
+
+def test_rows_that_converted_out_of_order_keep_their_places_when_others_join():
+    run = Run(KVCache)
+    run.step([2])
+    run.join([9, 2])
+    run.step([9, 2])
+    run.join([4, 7])
+    run.step([1, 1, 1])
+    run.leave(1)
+    run.step([1, 1])
+    run.check()

@@ -9,7 +9,7 @@ import sys
 
 import mlx.core as mx
 import pytest
-from families import build
+from families import CONFIGS, build
 from scheme_runs import alone, batch, loaded, prompt, scheme
 
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache, RotatingQuantizedKVCache
@@ -111,17 +111,45 @@ def test_drafts_with_quantized_caches_give_the_same_tokens():
         assert {type(c) for c in caches} == {QuantizedKVCache}
 
 
-def test_a_model_that_cannot_have_the_scheme_keeps_full_precision(caplog):
+GPT_OSS = {
+    "model_type": "gpt_oss", "num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": 1024, "rms_norm_eps": 1e-5,
+    "hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 32,
+    "rope_theta": 10000, "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": {"rope_type": "default"},
+}  # fmt: skip
+FEW = [(0, prompt(17, 1), 25), (2, prompt(50, 2), 10)]
+
+
+def test_attention_with_sinks():
+    import importlib
+
+    with scheme("affine:8:32@30"):
+        module = importlib.import_module("mlx_lm.models.gpt_oss")
+        mx.random.seed(1)
+        model = module.Model(module.ModelArgs.from_dict(GPT_OSS))
+        for layer in model.layers:
+            layer.self_attn.sinks = mx.random.normal((4,))
+        together = batch(model, FEW)
+        assert together == [batch(model, [(0, *request[1:])])[0] for request in FEW] == [alone(model, *request[1:]) for request in FEW]
+        caches = model.make_cache()
+        alone(model, *FEW[1][1:], caches=caches)
+        assert {type(c) for c in caches} == {QuantizedKVCache, RotatingQuantizedKVCache}
+
+
+@pytest.mark.parametrize("text", ["affine:8:32", "affine:8:32@30"])
+def test_a_model_that_cannot_have_the_scheme_keeps_full_precision(caplog, monkeypatch, text):
     """Latent attention takes keys apart; heads of 16 are no whole groups."""
+    latent = CONFIGS["nested"] | {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+    monkeypatch.setitem(CONFIGS, "nested", latent)
     expected = {}
-    for text in ("bf16", "affine:8:32"):
-        with scheme(text):
+    for asked in ("bf16", text):
+        with scheme(asked):
             for family in ("nested", "dense"):
                 model, _ = build(family)
-                expected.setdefault(family, alone(model, prompt(20), 6))
-                assert batch(model, [(0, prompt(20), 6)]) == [expected[family]]
-    warnings = [record.getMessage() for record in caplog.records if "affine:8:32" in record.getMessage()]
-    assert len(warnings) == 1 and "cannot be cut into groups of 32" in warnings[0]
+                expected.setdefault(family, alone(model, prompt(40), 6))
+                assert alone(model, prompt(40), 6) == expected[family]
+                assert batch(model, [(0, prompt(40), 6)]) == [expected[family]]
+    warnings = [record.getMessage() for record in caplog.records if "is off for this model" in record.getMessage()]
+    assert len(warnings) == 1 and "attention cannot read quantized KV" in warnings[0]
 
 
 def test_the_generate_command_takes_upstreams_flags_over(tiny_gemma3):

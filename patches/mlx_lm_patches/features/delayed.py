@@ -28,8 +28,12 @@ def exact_start(original: Callable[..., Any], parameters: inspect.Signature, run
         options = call.arguments
         if not runtime.active or options["kv_bits"] is not None or options["input_embeddings"] is not None:
             return original(*args, **kwargs)
+        fresh = make_prompt_cache(options["model"], options["max_kv_size"])
+        if not scheme.converts(options["model"]):
+            return original(*args, **kwargs)
         if options["prompt_cache"] is None:
-            options["prompt_cache"] = make_prompt_cache(options["model"], options["max_kv_size"])
+            options["prompt_cache"] = fresh
+        options["quantized_kv_start"] = scheme  # which `schemes` knows where upstream asks whether to convert
         scheme.convert(options["prompt_cache"])
         part = scheme.start - _held(options["prompt_cache"])
         if not 0 < part < len(options["prompt"]):

@@ -21,10 +21,8 @@ def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _merge_caches(caches: Any) -> Any:
-        if scheme is not None and scheme.start > 0 and runtime.active:
-            for row in caches:
-                scheme.convert(row)
-            if len(caches) > 1 and (merged := scheme.merge(caches)) is not None:
+        if scheme is not None and scheme.start > 0 and len(caches) > 1 and runtime.active:
+            if (merged := scheme.merge(caches)) is not None:
                 return merged
         if len(caches) == 1 and runtime.active:
             try:

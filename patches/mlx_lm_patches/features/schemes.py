@@ -25,14 +25,14 @@ def build_caches(original: Callable[..., Any], runtime: Runtime) -> Callable[...
 
 
 def build_conversion(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Upstream asks after each chunk and each token whether to convert."""
+    """Upstream asks after each chunk and each token whether to convert; `delayed` passes the scheme as the start where it is to."""
     scheme = runtime.scheme
     if scheme is None or scheme.start == 0:
         return original
 
     @functools.wraps(original)
     def maybe_quantize_kv_cache(prompt_cache: Any, quantized_kv_start: Any, kv_group_size: Any, kv_bits: Any) -> None:
-        if kv_bits is None and runtime.active:
+        if quantized_kv_start is scheme:
             scheme.convert(prompt_cache)
         else:
             original(prompt_cache, quantized_kv_start, kv_group_size, kv_bits)
@@ -62,8 +62,11 @@ def build_next(original: Callable[..., Any], runtime: Runtime) -> Callable[..., 
 
     @functools.wraps(original)
     def _next(self: Any) -> Any:
-        if not runtime.active:
+        if not runtime.active or not scheme.converts(self.model):
             return original(self)
+        for sequence in self._unprocessed_sequences:
+            if len(sequence[4]) >= scheme.start:
+                scheme.convert(sequence[3])
         _convert_due(scheme, self._generation_batch)
         step = self.prefill_step_size
         try:
