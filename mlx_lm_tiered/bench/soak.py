@@ -149,8 +149,8 @@ def flatness(samples: Sequence[dict[str, Any]], requests: int) -> dict[str, Any]
     Of the second half's memory, ``rss_slope_mb_per_1000`` is the slope of the line of
     least squares, in MB per 1000 requests, ``rss_steady_mb_per_1000`` the median slope
     from one sample to the next, which single steps do not move, and ``rss_growth`` the
-    part by which it became more. The other ``..._growth`` are differences of the highest
-    values of the last quarter and of the second.
+    part by which it became more. The other ``..._growth`` are differences of the
+    medians of the last quarter and of the second.
     """
     half = samples[len(samples) // 2 :]
     slope = _slope([s["requests"] for s in half], [s["rss_mb"] for s in half]) * 1000
@@ -162,7 +162,7 @@ def flatness(samples: Sequence[dict[str, Any]], requests: int) -> dict[str, Any]
 
     def growth(name: str) -> float | None:
         values = [[s[name] for s in part if s[name] is not None] for part in (before, after)]
-        return max(values[1]) - max(values[0]) if all(values) else None
+        return median(values[1]) - median(values[0]) if all(values) else None
 
     found: dict[str, Any] = {
         "rss_slope_mb_per_1000": slope,
@@ -180,7 +180,7 @@ def flatness(samples: Sequence[dict[str, Any]], requests: int) -> dict[str, Any]
         faults.append(f"memory grew by {steady:.2f} MB per 1000 requests")
     elif requests >= 1000 and rss_growth > RSS_GROWTH:
         faults.append(f"memory grew by {rss_growth:.0%} in the second half")
-    # A client's connection is a descriptor and a thread while it lasts.
+    # A client's connection is a descriptor and a thread while it lasts, and so is each file of a chain while it is read.
     for name, allowed in (("fds_growth", 2 * CLIENTS), ("threads_growth", 2 * CLIENTS), ("files_growth", 40 if requests >= 1000 else None)):
         if allowed is not None and found[name] is not None and found[name] > allowed:
             faults.append(f"{name.removesuffix('_growth')} grew by {found[name]}")
