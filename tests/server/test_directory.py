@@ -207,7 +207,7 @@ EFFECTS = {
     "ssd_demote_idle": "test_demotion.py::test_an_idle_entry_leaves_ram_and_comes_back",
     "generation_checkpoint": "test_checkpoints.py::test_a_killed_generation_goes_on",
     "writebehind": "test_restart.py::test_without_writebehind_a_flush_still_saves",
-    "memory_budget": "test_memory_guard.py::guarded",
+    "memory_budget": "test_memory_guard.py::test_a_prompt_that_can_never_fit_is_refused_for_good",
     "shutdown_timeout": "test_restart.py::test_the_shutdown_timeout_holds",
     "warm": "test_warm.py::test_a_warmed_prompt_hits_and_what_is_stored_is_left_alone",
     "admin_routes": "test_faults.py::test_routes_are_for_this_machine_and_this_origin",
