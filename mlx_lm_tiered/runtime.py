@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mlx_lm_hooks import Engine, ModelSource, Serves
 
 from .identity import IdentityResolver, stat_signature
+from .index.keys import token_key
 from .memory.guard import MemoryGuard
-from .prefix.index import token_key
 from .prefix.probing import Look, look_in_ram
 from .prefix.ram import RamTier
 from .prefix.relief import Relief

@@ -41,7 +41,7 @@ from mlx_lm_tiered.cold.parallel import THREADS, run_all
 from mlx_lm_tiered.cold.reader import read_into
 from mlx_lm_tiered.cold.store import ColdEntry, ColdStore
 from mlx_lm_tiered.identity import Identity
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 from mlx_lm_tiered.progress import Progress
 
 from .restart import drop_page_cache

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as upstream
 
 from mlx_lm_hooks import disable, enable
-from mlx_lm_tiered.demo.text import document
+from mlx_lm_tiered.bench.text import document
 from mlx_lm_tiered.progress import Progress
 from mlx_lm_tiered.schemes.layers import for_model
 from mlx_lm_tiered.schemes.plan import make

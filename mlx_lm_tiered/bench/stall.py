@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlx_lm_tiered.demo.run import long_document
+from mlx_lm_tiered.bench.text import long_document
 from mlx_lm_tiered.progress import Progress
 
 from .client import RequestFailed

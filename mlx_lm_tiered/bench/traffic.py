@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 
-from mlx_lm_tiered.demo.text import document
+from mlx_lm_tiered.bench.text import document
 
 from .client import Answer, Client, RequestFailed
 

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mlx_lm_tiered.bench.text import long_document
 from mlx_lm_tiered.cold import listing
-from mlx_lm_tiered.demo.run import long_document
 from mlx_lm_tiered.progress import Progress
 
 from .client import Answer

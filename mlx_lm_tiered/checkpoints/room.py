@@ -12,7 +12,7 @@ from mlx_lm_hooks import GenerationState, ModelSource
 from .. import caches as kinds
 from ..cold.store import ColdStore
 from ..identity import Identity, IdentityResolver
-from ..prefix.index import token_key
+from ..index.keys import token_key
 from ..statistics import Statistics
 from .snapshot import KIND, Attempt, namespace_of, signatures, state_of, take
 from .writer import CheckpointWriter

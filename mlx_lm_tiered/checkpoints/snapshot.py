@@ -16,7 +16,7 @@ from ..cold.catalog import MAX_CHAIN, ColdEntry
 from ..cold.format import Meta
 from ..cold.jobs import Job, describe
 from ..identity import Identity
-from ..prefix.index import key_tokens, token_key
+from ..index.keys import key_tokens, token_key
 
 SCHEMA = "generation-checkpoint"
 VERSION = 1

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ..prefix.compact import CompactIndex, unpack
+from ..index.compact import CompactIndex
+from ..index.keys import unpack
 from .family import NAME_DIGITS
 from .format import Meta
 
@@ -16,7 +17,7 @@ MAX_CHAIN = 64  # files of one chain. Each restore opens them all; the next entr
 
 @dataclass(frozen=True, eq=False)
 class ColdEntry:
-    """A stored entry as the index knows it. `packed` is its tokens (see `prefix.compact`), `length` their number, `nbytes` the file's size.
+    """A stored entry as the index knows it. `packed` is its tokens (see `index.keys`), `length` their number, `nbytes` the file's size.
 
     The file holds the tokens from `start` on, those before are `parent`'s, which may
     hold more than that. `checksum` and `inode` tell this file from another at its path.
@@ -40,7 +41,7 @@ class ColdEntry:
 
     @property
     def key(self) -> bytes:
-        """Its tokens as a key (see `prefix.index`), made anew each time."""
+        """Its tokens as a key (see `index.keys`), made anew each time."""
         return unpack(self.packed, self.length)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterator
 
-from ..prefix.index import PrefixIndex
+from ..index.prefixes import PrefixIndex
 from .jobs import Job
 
 

@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..prefix.compact import pack
+from ..index.keys import pack
 from .catalog import Catalog, ColdEntry
 from .family import DiskFile, entry_name
-from .format import BadEntry, ForeignEntry, Meta
 from .files import read_summary_and_tokens
+from .format import BadEntry, ForeignEntry, Meta
 
 READERS = 2  # threads that read and hash; between them the interpreter's lock leaves room for no more
 AHEAD = 64  # files that may have been read and not yet been indexed

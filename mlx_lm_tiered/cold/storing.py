@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ..prefix.compact import pack
+from ..index.keys import pack
 from .catalog import Catalog, ColdEntry, Found
 from .directory import Directory, DirectoryFull
 from .format import BadEntry, Meta, file_size

@@ -14,9 +14,8 @@ from typing import Any
 from mlx_lm_tiered import openblas, versions
 from mlx_lm_tiered.bench.client import Answer
 from mlx_lm_tiered.bench.server import Server, server_command, tiered_flags
+from mlx_lm_tiered.bench.text import long_document
 from mlx_lm_tiered.progress import Progress
-
-from .text import document
 
 # Small chunks, so that the bar moves.
 _PREFILL_STEP = 512
@@ -84,18 +83,6 @@ def default_prompt_tokens() -> int:
         return 6000
     # macOS has Accelerate; only Linux may lack a quick BLAS.
     return 4000 if openblas.find() or sys.platform == "darwin" else 600
-
-
-def long_document(model: Path, tokens: int) -> str:
-    """About that many tokens of English, counted with the model's tokenizer when it is a directory here."""
-    file = model / "tokenizer.json"
-    if not file.is_file():
-        return document(4 * tokens)
-    from tokenizers import Tokenizer
-
-    text = document(8 * tokens)
-    offsets = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).offsets
-    return text[: offsets[min(tokens, len(offsets)) - 1][1]]
 
 
 def run(model: Path, directory: Path, prompt_tokens: int, say: Callable[[str], None]) -> Outcome:

@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm_hooks import Companion
 
 from .. import caches as kinds
-from .index import PrefixIndex
+from ..index.prefixes import PrefixIndex
 
 
 def usable_length(tokens: Sequence[int], common: int, length: int, can_cut: Callable[[int], bool]) -> int:

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_lm_hooks import ModelSource
 
-from .index import token_key
+from ..index.keys import token_key
 from .ram import Entry
 from .tiers import TieredPrefixCache
 

@@ -11,9 +11,9 @@ import mlx.core as mx
 from mlx_lm_hooks import Companion, ModelSource, Taken
 
 from .. import caches as kinds
+from ..index.keys import token_key
 from ..statistics import Statistics
 from .demotion import Demotion
-from .index import token_key
 from .preparing import Preparation, Preparations
 from .ram import Entry, RamTier, usable_length
 from .unsaved import Unsaved

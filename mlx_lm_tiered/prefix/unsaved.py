@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from .index import PrefixIndex
+from ..index.prefixes import PrefixIndex
 from .ram import Entry
 
 LOST_BYTES = 64 << 20  # of the keys of what was given up

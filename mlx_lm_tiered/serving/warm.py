@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from mlx_lm_hooks import Engine, ModelSource, UsageError
 
-from ..prefix.index import token_key
+from ..index.keys import token_key
 from ..prefix.probing import Look
 from ..prompts import BadPrompt, Prompt, parse
 from .tokens import Tokens

@@ -16,7 +16,7 @@ from mlx_lm_tiered.checkpoints.writer import CheckpointWriter
 from mlx_lm_tiered.cold.directory import Directory
 from mlx_lm_tiered.cold.store import ColdStore
 from mlx_lm_tiered.identity import Identity
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 PROMPT = list(range(100, 140))
 IDENTITY = Identity("cd" * 16, {"mlx": "test"})

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.models import TINY
 
+from mlx_lm_tiered.bench.text import document
 from mlx_lm_tiered.cli import main
-from mlx_lm_tiered.demo.text import document
+from support.models import TINY
 
 
 def command(*argv: str | Path, **options) -> subprocess.CompletedProcess[str]:

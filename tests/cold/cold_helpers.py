@@ -17,7 +17,7 @@ from mlx_lm_tiered.cold.jobs import Job, describe
 from mlx_lm_tiered.cold.spill import SpillQueue
 from mlx_lm_tiered.cold.store import ColdStore, NotIdentical
 from mlx_lm_tiered.identity import Identity
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 FINGERPRINT = "ab" * 16
 IDENTITY = Identity(FINGERPRINT, {"mlx": "test"})

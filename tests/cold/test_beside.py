@@ -13,7 +13,7 @@ import sys, threading, time
 import mlx.core as mx
 from mlx_lm_tiered import openblas; openblas.load()
 from cold_helpers import FINGERPRINT, job, grown, save, scanned, same
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 from pathlib import Path
 store = scanned(Path(sys.argv[1]))

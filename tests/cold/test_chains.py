@@ -20,7 +20,7 @@ from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold.directory import DirectoryFull
 from mlx_lm_tiered.cold.family import entry_name
 from mlx_lm_tiered.cold.format import TensorSpec
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 CAP = 400_000
 

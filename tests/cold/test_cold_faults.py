@@ -21,7 +21,7 @@ from mlx_lm_tiered.cold.directory import DirectoryFull
 from mlx_lm_tiered.cold.format import file_size
 from mlx_lm_tiered.cold.jobs import describe
 from mlx_lm_tiered.cold.store import ColdStore, Unavailable
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 HERE = Path(__file__).parent
 

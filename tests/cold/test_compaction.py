@@ -14,7 +14,7 @@ from mlx_lm_tiered.cold.compaction import Compactor, choose, compact
 from mlx_lm_tiered.cold.directory import DirectoryFull
 from mlx_lm_tiered.cold.format import BadEntry
 from mlx_lm_tiered.cold.reader import open_entry
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 
 def entry_of(store, tokens):

@@ -13,7 +13,7 @@ from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold.jobs import Job, describe
 from mlx_lm_tiered.cold.reader import open_entry
 from mlx_lm_tiered.cold.spill import SpillQueue
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 PLACE = "companion:draft/1"
 HELD = Companion("draft", 1, {"rows": [1, 2], "text": "x"}, {"hidden": mx.arange(5), "keys": mx.ones((2, 3), mx.bfloat16)})

@@ -20,11 +20,11 @@ from safetensors import safe_open
 from mlx_lm_tiered.cold import arrays as arrays_module
 from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold import reader
-from mlx_lm_tiered.cold.arrays import MLX_DTYPES, MAX_ROOM, STEP, capacities, spec_of, to_bytes
+from mlx_lm_tiered.cold.arrays import MAX_ROOM, MLX_DTYPES, STEP, capacities, spec_of, to_bytes
 from mlx_lm_tiered.cold.format import BadEntry, ForeignEntry, Meta, TensorSpec
 from mlx_lm_tiered.cold.reader import open_entry
 from mlx_lm_tiered.cold.writer import EntryWriter
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 
 def write(path, arrays, tokens=(1, 2, 3), grow=None, **fields):

@@ -13,7 +13,7 @@ from cold_helpers import FINGERPRINT, grown, job, plain, restore, same, save, sc
 from mlx_lm_tiered.cold import indexing
 from mlx_lm_tiered.cold.indexing import LOOK_EVERY
 from mlx_lm_tiered.cold.store import ColdStore
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 
 class Clock:

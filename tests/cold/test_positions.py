@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from cold_helpers import FINGERPRINT, job, restore, save, scanned
-from support.token_caches import FAMILIES, content, make
 
 from mlx_lm_tiered.cold.health import Checking
 from mlx_lm_tiered.cold.reader import open_entry
 from mlx_lm_tiered.cold.restore import Damaged, Lost, Restore
 from mlx_lm_tiered.cold.store import ColdStore
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
+from support.token_caches import FAMILIES, content, make
 
 LENGTHS = (20, 45, 70)
 TALK = tuple(range(70))

@@ -18,9 +18,10 @@ from typing import Any
 import child_save
 import pytest
 from cold_helpers import FINGERPRINT, disk_bytes, grown, job, plain, restore, same, save, scanned
+
 from mlx_lm_tiered.cold.catalog import MAX_CHAIN
 from mlx_lm_tiered.cold.store import ColdStore
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 HERE = Path(__file__).parent
 

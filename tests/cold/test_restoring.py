@@ -11,7 +11,7 @@ from cold_helpers import FINGERPRINT, LARGE, job, plain, same, save, scanned
 
 from mlx_lm_tiered.cold import restoring
 from mlx_lm_tiered.cold.restoring import Restorer
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from mlx_lm_tiered.cold import catalog, directory, reader, segments
 from mlx_lm_tiered.cold.listing import check, entries
 from mlx_lm_tiered.cold.reader import open_entry
 from mlx_lm_tiered.cold.spill import SpillQueue
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 
 def header(path):

@@ -17,7 +17,7 @@ from cold_helpers import FINGERPRINT, flush, job, plain, restore, same, scanned,
 from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.cold import feeding, writer
 from mlx_lm_tiered.cold.spill import SpillQueue
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 
 class Engine:

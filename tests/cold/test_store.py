@@ -14,7 +14,16 @@ import time
 import mlx.core as mx
 import pytest
 from cold_helpers import (
-    FINGERPRINT, IDENTITY, job, plain, recurrent, restore, same, save, scanned, wrapped,
+    FINGERPRINT,
+    IDENTITY,
+    job,
+    plain,
+    recurrent,
+    restore,
+    same,
+    save,
+    scanned,
+    wrapped,
 )  # fmt: skip
 
 from mlx_lm_tiered import caches as kinds
@@ -22,7 +31,7 @@ from mlx_lm_tiered.cold import directory, scan
 from mlx_lm_tiered.cold.listing import check, entries
 from mlx_lm_tiered.cold.store import ColdStore
 from mlx_lm_tiered.identity import Identity
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 
 OTHER = Identity("cd" * 16, {})
 
@@ -293,12 +302,11 @@ def test_the_scan_of_many_entries_delays_nothing_and_loses_nothing(tmp_path, mon
     store = scanned(root)
     first = save(store, job(range(64)))
     content = first.read_bytes()
-    from mlx_lm_tiered.cold.family import entry_name
-
     # Other tokens in the same file: the tokens' and the header's checksums are made anew.
     import struct
 
     from mlx_lm_tiered.cold import format as fmt
+    from mlx_lm_tiered.cold.family import entry_name
 
     header = fmt.parse(content[: 8 + struct.unpack("<Q", content[:8])[0]], len(content))
     count = 400

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_tiered.prefix.compact import CompactIndex, pack, unpack
-from mlx_lm_tiered.prefix.index import PrefixIndex, common_tokens, key_tokens, token_key
+from mlx_lm_tiered.index.compact import CompactIndex
+from mlx_lm_tiered.index.keys import common_tokens, key_tokens, pack, token_key, unpack
+from mlx_lm_tiered.index.prefixes import PrefixIndex
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_lm_hooks import ModelSource
 from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.index.keys import token_key
 from mlx_lm_tiered.prefix import ssd as ssd_tier
-from mlx_lm_tiered.prefix.index import token_key
 from mlx_lm_tiered.prefix.ram import Entry, RamTier, usable_length
 from mlx_lm_tiered.prefix.tiers import TieredPrefixCache
 from mlx_lm_tiered.runtime import Runtime

@@ -15,7 +15,7 @@ import pytest
 
 from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold.directory import Directory, entry_name
-from mlx_lm_tiered.prefix.index import token_key
+from mlx_lm_tiered.index.keys import token_key
 from mlx_lm_tiered.settings import Settings
 from support.models import document
 from support.server import tiered, user

@@ -15,6 +15,6 @@ ENDLESS = {"0": -1000.0, "2": -1000.0}
 
 def document(characters: int, *, start: int = 0) -> str:
     """That many characters of English from Python's own documentation, the kind of text the tiny models know."""
-    from mlx_lm_tiered.demo.text import document as product_document
+    from mlx_lm_tiered.bench.text import document as product_document
 
     return product_document(start + characters)[start:]

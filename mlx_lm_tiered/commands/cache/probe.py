@@ -14,7 +14,7 @@ from typing import Any
 
 from ...cold import listing
 from ...cold.format import BadEntry
-from ...prefix.index import key_tokens
+from ...index.keys import key_tokens
 from ...prompts import BadPrompt, Prompt, Template, decode, parse, tokenizer_of, tokens_of
 from ...settings import format_size
 from ..terminal import say, usage

@@ -17,7 +17,7 @@ from ...cold.directory import Directory
 from ...cold.scan import scan
 from ...digests import DigestMemo, file_digest
 from ...identity import Identity, compute, environment, source_files
-from ...prefix.index import token_key
+from ...index.keys import token_key
 from ...prefix.probing import Look
 from ...prefix.ram import usable_length
 from ...schemes.choose import choose

@@ -13,7 +13,7 @@ from ...cold import listing
 from ...cold.family import NAME_DIGITS
 from ...cold.format import BadEntry, Meta
 from ...cold.listing import Listed
-from ...prefix.index import key_tokens
+from ...index.keys import key_tokens
 from ...settings import format_size
 from .entries import age, chain_of, chosen, columns, counted, key_of, known, model_of, moment, printable, relative
 from .staleness import source_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 
 @cache
@@ -23,3 +24,15 @@ def document(characters: int) -> str:
     """The first `characters` characters of it, white space collapsed; repeated when that is more than there is."""
     text = _whole()
     return (text * (characters // len(text) + 1))[:characters]
+
+
+def long_document(model: Path, tokens: int) -> str:
+    """About that many tokens of English, counted with the model's tokenizer when it is a directory here."""
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        return document(4 * tokens)
+    from tokenizers import Tokenizer
+
+    text = document(8 * tokens)
+    offsets = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).offsets
+    return text[: offsets[min(tokens, len(offsets)) - 1][1]]

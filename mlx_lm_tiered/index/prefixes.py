@@ -9,32 +9,10 @@ is one bisection and a short walk. Comparisons are of the tokens themselves
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
-_WIDTH = 8  # bytes per token: image content is named by ids of up to 60 bits
-
-
-def token_key(tokens: Sequence[int]) -> bytes:
-    """The tokens as big-endian int64s: equal prefixes of tokens are equal prefixes of bytes."""
-    return np.asarray(tokens, dtype=">i8").tobytes()
-
-
-def key_tokens(key: bytes) -> list[int]:
-    """The tokens of a key."""
-    return np.frombuffer(key, dtype=">i8").tolist()
-
-
-def common_tokens(a: bytes, b: bytes, width: int = _WIDTH) -> int:
-    """How many leading tokens two keys share, of `width` bytes each."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n // width
-    x = np.frombuffer(a, dtype=np.uint8, count=n)
-    y = np.frombuffer(b, dtype=np.uint8, count=n)
-    return int((x != y).argmax()) // width
+from .keys import WIDTH, common_tokens
 
 
 class Keyed(Protocol):
@@ -52,7 +30,7 @@ class PrefixIndex(Generic[E]):
     `attribute` is where an entry has its key, of `width` bytes a token.
     """
 
-    def __init__(self, attribute: str = "key", width: int = _WIDTH) -> None:
+    def __init__(self, attribute: str = "key", width: int = WIDTH) -> None:
         self._attribute = attribute
         self._width = width
         self._keys: list[bytes] = []

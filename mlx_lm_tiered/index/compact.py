@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
-from .index import PrefixIndex
+from .keys import pack, packed_part
+from .prefixes import PrefixIndex
 
 
 class Packed(Protocol):
@@ -23,28 +22,6 @@ class Packed(Protocol):
 
 
 E = TypeVar("E", bound=Packed)
-
-
-def pack(key: bytes) -> bytes:
-    """A key's tokens as big-endian uint32s; the key itself when one of them does not fit."""
-    words = np.frombuffer(key, ">u4").reshape(-1, 2)
-    return key if words[:, 0].any() else words[:, 1].tobytes()
-
-
-def unpack(packed: bytes, length: int) -> bytes:
-    """The key of `length` tokens that was packed."""
-    if len(packed) == 8 * length:
-        return packed
-    words = np.zeros((length, 2), ">u4")
-    words[:, 1] = np.frombuffer(packed, ">u4")
-    return words.tobytes()
-
-
-def _packed_part(key: bytes) -> bytes:
-    """As many of the first tokens as can be packed, packed."""
-    words = np.frombuffer(key, ">u4").reshape(-1, 2)
-    high = words[:, 0] != 0
-    return words[: int(high.argmax()) if high.any() else len(words), 1].tobytes()
 
 
 class CompactIndex(Generic[E]):
@@ -72,7 +49,7 @@ class CompactIndex(Generic[E]):
 
     def ancestors(self, key: bytes) -> list[E]:
         """The entries whose tokens are a strict prefix of these, shortest first."""
-        part = _packed_part(key)
+        part = packed_part(key)
         found = self._narrow.ancestors(part)
         if len(part) < len(key) // 2 and (last := self._narrow.exact(part)) is not None:
             found.append(last)
@@ -86,7 +63,7 @@ class CompactIndex(Generic[E]):
 
     def best(self, key: bytes, usable: Callable[[E, int], int]) -> tuple[E, int] | None:
         """The entry that serves the longest prefix of `key`, and that length in tokens (see `PrefixIndex.best`)."""
-        narrow = self._narrow.best(_packed_part(key), usable)
+        narrow = self._narrow.best(packed_part(key), usable)
         wide = self._wide.best(key, usable) if len(self._wide) else None
         return max((found for found in (narrow, wide) if found is not None), key=lambda found: found[1], default=None)
 

@@ -1,0 +1,1 @@
+"""Which stored token sequence serves the longest prefix of a prompt: keys, sorted."""
