@@ -1,4 +1,4 @@
-"""Attention over quantized KV: mlx-lm's own where its scores are small, tiles over the keys where they are not.
+"""Attention over quantized KV: mlx-lm's own for few queries, tiles over the keys for more.
 
 mlx-lm computes all scores of a chunk at once: 2048 queries over 32k keys with 32 heads
 are 8 GB of them. Here a tile of keys and values is dequantized, its scores are folded
@@ -15,11 +15,12 @@ import mlx.core as mx
 from .caches import Triple
 from .mixed import Rows
 
-# Scores that mlx-lm's way may materialize, and that one tile may, in elements.
-SMALL = 1 << 22
-TILE = 1 << 24
-# Queries up to which it takes mlx-lm's way whatever the context: decoding, and checking a draft.
+# Queries up to which it takes mlx-lm's way: decoding, and checking a draft. With more, a quantized
+# product of matrices is slower than dequantizing a tile and multiplying that (on a CPU, four times).
 FEW = 8
+# Scores that one tile may materialize, and from how many on a tile is finished before the next, in elements.
+TILE = 1 << 24
+LARGE = 1 << 19
 SMALLEST_TILE, LARGEST_TILE = 256, 4096
 
 
@@ -31,7 +32,7 @@ def build(upstream: Callable[..., mx.array]) -> Callable[..., mx.array]:
     ) -> mx.array:
         if isinstance(q_keys, Rows):
             return q_keys.attend(attend, queries, q_values, scale, mask, sinks)
-        if sinks is None and _upstreams(queries, q_keys, q_values, group_size):
+        if sinks is None and _upstreams(queries, q_values, group_size):
             return upstream(queries, q_keys, q_values, scale=scale, mask=mask, group_size=group_size, bits=bits)
         keys, values = (Triple.of(side, bits, group_size) for side in (q_keys, q_values))
         return tiled(queries, keys, values, scale, mask, sinks)
@@ -39,12 +40,12 @@ def build(upstream: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return attend
 
 
-def _upstreams(queries: mx.array, keys: Any, values: Any, group_size: int) -> bool:
-    rows, heads, length, dim = queries.shape
+def _upstreams(queries: mx.array, values: Any, group_size: int) -> bool:
+    length, dim = queries.shape[2:]
     # With grouped queries it gives values the dimension of keys.
     if _strided_unsupported() or values[1].shape[3] * group_size != dim:
         return False
-    return length <= FEW or rows * heads * length * keys[0].shape[2] <= SMALL
+    return length <= FEW
 
 
 def _strided_unsupported() -> bool:
@@ -91,7 +92,7 @@ def tiled(
         seen = weights.astype(v.dtype).reshape(rows, kv_heads, -1, stop - start) @ v
         out = out * kept + seen.reshape(*shape, -1).astype(mx.float32)
         top = highest
-        if scores.size > SMALL // 8:
+        if scores.size > LARGE:
             # mlx runs a hundred operations ahead, and allocates for them: large tiles are finished one by one.
             mx.eval(out, total, top)
     return (out / total).astype(queries.dtype).reshape(rows, heads, length, -1)

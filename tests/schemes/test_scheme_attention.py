@@ -80,7 +80,7 @@ def test_where_mlx_cannot_multiply_slices_tiles_serve_decoding(monkeypatch):
 
 def test_the_scores_in_memory_do_not_grow_with_the_context(monkeypatch):
     monkeypatch.setattr(attention, "TILE", 1 << 19)
-    monkeypatch.setattr(attention, "SMALL", 1 << 14)
+    monkeypatch.setattr(attention, "LARGE", 1 << 14)
     length, slots, heads = 256, 16384, 4
     cache = QuantizedKVCache(bits=4, group_size=64)
     for start in range(0, slots, 4096):
