@@ -31,7 +31,7 @@ import numpy as np
 
 from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold.family import entry_name
-from mlx_lm_tiered.cold.format import Meta, TensorSpec
+from mlx_lm_tiered.cold.meta import Meta, TensorSpec
 from mlx_lm_tiered.cold.store import ColdStore
 from mlx_lm_tiered.progress import Progress
 

@@ -13,8 +13,8 @@ from mlx_lm_hooks import Companion, GenerationState
 from .. import caches as kinds
 from ..cold.arrays import to_bytes
 from ..cold.catalog import MAX_CHAIN, ColdEntry
-from ..cold.format import Meta
 from ..cold.jobs import Job, describe
+from ..cold.meta import Meta
 from ..identity import Identity
 from ..index.keys import key_tokens, token_key
 

@@ -8,8 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
+from ..cold.checking import BadEntry
 from ..cold.directory import DirectoryFull
-from ..cold.format import BadEntry
 from ..cold.health import Bounded, logger
 from ..cold.store import ColdEntry, ColdStore, NotIdentical, Unavailable
 from ..cold.writer import EntryWriter

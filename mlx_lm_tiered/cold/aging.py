@@ -14,9 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from .checking import BadEntry
 from .directory import Directory
 from .family import DiskFile, leaves_first, rootless
-from .format import BadEntry
 from .files import open_file
 
 UNUSED = 30 * 24 * 3600.0  # seconds

@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 
 from .files import PIECE
-from .format import DTYPES, TensorSpec
 from .fresh import fresh
+from .meta import DTYPES, TensorSpec
 
 STEP = 256  # tokens by which upstream's caches grow (`KVCache.step`)
 MAX_RUNS = 512  # of one vectored read; systems allow 1024

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..index.compact import CompactIndex
 from ..index.keys import unpack
 from .family import NAME_DIGITS
-from .format import Meta
+from .meta import Meta
 
 MAX_CHAIN = 64  # files of one chain. Each restore opens them all; the next entry is written whole.
 

@@ -20,9 +20,10 @@ from itertools import pairwise
 import xxhash
 
 from .catalog import MAX_CHAIN, Catalog, ColdEntry
+from .checking import BadEntry
 from .directory import DirectoryFull
-from .format import DTYPES, BadEntry, Meta
 from .health import logger
+from .meta import DTYPES, Meta
 from .reader import EntryReader, shared
 from .restore import Damaged, Lost, open_chain
 from .store import ColdStore

@@ -13,7 +13,8 @@ import numpy as np
 import xxhash
 
 from . import format as fmt
-from .format import BadEntry, Header, Meta
+from .checking import BadEntry
+from .meta import Header, Meta
 from .summary import read_summary
 
 PIECE = 2 << 20  # bytes read at once: large for a disk that reads ahead, small enough that hashing finds them in the processor's cache

@@ -27,14 +27,15 @@ A file is untrusted input: every number is checked before anything is allocated.
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import xxhash
+
+from .checking import BadEntry, ForeignEntry, counts, json_object, number_of, parse_json, strings, text_of
+from .meta import DTYPES, TOKENS, CompanionMeta, Header, Meta, TensorSpec
 
 FORMAT = "mlx-lm-tiered-kv"
 VERSION = "2"
@@ -44,15 +45,7 @@ MAX_COMPANION_TEXT = 1 << 20
 ALIGNMENT = 4096
 MAX_HEADER = 8 << 20
 MAX_TENSORS = 1 << 16
-MAX_NESTING = 48
 MAX_DIMENSIONS = 8
-TOKENS = "tokens"
-
-# Bytes per element of the safetensors dtypes that mlx has too.
-DTYPES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
-    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
 
 _NAME = re.compile(r"[0-9a-f]{32}")  # of files, and their checksums
 _SCHEMA = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -60,110 +53,6 @@ _PREFIX = b'{"__metadata__":{"checksum":"'
 _MIDDLE = b'","checksums":"'
 _HASH_AT = 8 + len(_PREFIX)  # of the header's own checksum, from the start of the file
 _SUMS_AT = _HASH_AT + 32 + len(_MIDDLE)
-
-
-class BadEntry(Exception):
-    """A file is not a sound entry; its text is one sentence saying why."""
-
-
-class ForeignEntry(BadEntry):
-    """A sound file of another format version: to be ignored, not quarantined."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor's place in an entry. `dtype` is safetensors' name; `grow_axis` is the token axis, if it has one."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    grow_axis: int | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype]
-
-    def resized(self, tokens: int) -> TensorSpec:
-        """The same tensor with so many slots along its grow axis."""
-        axis = self.grow_axis
-        assert axis is not None
-        return replace(self, shape=(*self.shape[:axis], tokens, *self.shape[axis + 1 :]))
-
-
-@dataclass(frozen=True)
-class CompanionMeta:
-    """What a header says of companion state: schema, version, JSON scalars, and the names of its tensors, without `COMPANION`."""
-
-    schema: str
-    version: int
-    scalars: Mapping[str, Any] = field(default_factory=dict)
-    tensors: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> str:
-        """What a reader must know to use it: SCHEMA/VERSION."""
-        return f"{self.schema}/{self.version}"
-
-
-@dataclass(frozen=True)
-class Meta:
-    """What an entry's header says, apart from where its bytes are.
-
-    `length` counts tokens; `descriptors` and `signatures` are the caches' (see
-    `caches.dump`, `caches.signatures`), one per layer; no prefix shorter than `minimum_reusable` may be cut from the
-    entry, and none at all unless `cuttable`. `created` is nanoseconds since 1970.
-
-    Of a segment, `start` is the first token it holds, `parent` the name of the file
-    with the tokens before it (see `directory.entry_name`), `parent_checksum` that
-    file's own, and `parts` says for each tensor whether it holds the tokens from
-    `start` on only. Empty `parts` are those of a whole entry. `companion` goes with
-    all `length` tokens, never with fewer; its tensors are the last of `tensors`.
-    """
-
-    fingerprint: str
-    namespace: str
-    length: int
-    tensors: tuple[TensorSpec, ...]
-    descriptors: Any
-    signatures: tuple[str, ...] = ()
-    cuttable: bool = False
-    minimum_reusable: int = 0
-    role: str = ""
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-    created: int = 0
-    start: int = 0
-    parent: str = ""
-    parent_checksum: str = ""
-    parts: tuple[bool, ...] = ()
-    companion: CompanionMeta | None = None
-
-    @property
-    def all_tensors(self) -> tuple[TensorSpec, ...]:
-        """The tensors in file order, the tokens first, as they are in the file."""
-        return (TensorSpec(TOKENS, "I64", (self.length - self.start,)), *self.tensors)
-
-    @property
-    def by_token(self) -> tuple[bool, ...]:
-        """For each tensor, whether slot i along its grow axis belongs to token `start` + i, so that a segment may hold the rest."""
-        return self.parts or tuple(s.grow_axis is not None and s.shape[s.grow_axis] == self.length for s in self.tensors)
-
-    @property
-    def whole(self) -> tuple[TensorSpec, ...]:
-        """The tensors without the tokens, as they are once the parents' parts are in place."""
-        return tuple(
-            spec.resized(self.length) if part else spec for spec, part in zip(self.tensors, self.by_token, strict=True)
-        )
-
-
-@dataclass(frozen=True)
-class Header:
-    """A checked header. `body` is where the tensors start; `checksums` and `offsets` (from `body`) go with `meta.all_tensors`; `checksum` is the header's own, and so stands for the whole file."""
-
-    meta: Meta
-    body: int
-    offsets: tuple[int, ...]
-    checksums: tuple[str, ...]
-    checksum: str
 
 
 def digest(data: Any) -> str:
@@ -263,8 +152,8 @@ def check_seal(header: bytes) -> str:
 def parse(header: bytes, size: int) -> Header:
     """Check the header of a file of `size` bytes, and read it. Raises BadEntry."""
     checksum = check_seal(header)
-    table = _object(_parse_json(header[8:]), "header")
-    texts = _object(table.pop("__metadata__", None), "metadata")
+    table = json_object(parse_json(header[8:]), "header")
+    texts = json_object(table.pop("__metadata__", None), "metadata")
     if not all(isinstance(value, str) for value in texts.values()):
         raise BadEntry("The metadata holds something that is not a string.")
     if texts.get("format") != FORMAT:
@@ -273,33 +162,33 @@ def parse(header: bytes, size: int) -> Header:
         raise ForeignEntry("The file has another format version.")
     if not 1 <= len(table) <= MAX_TENSORS:
         raise BadEntry(f"The file claims {len(table)} tensors.")
-    specs, offsets = _tensors(table, _parse_json(_text(texts, "grow_axes")), size - len(header))
-    length = _number(texts, "length")
-    start, parent, parent_checksum = _number(texts, "start"), _text(texts, "parent"), _text(texts, "parent_checksum")
+    specs, offsets = _tensors(table, parse_json(text_of(texts, "grow_axes")), size - len(header))
+    length = number_of(texts, "length")
+    start, parent, parent_checksum = number_of(texts, "start"), text_of(texts, "parent"), text_of(texts, "parent_checksum")
     if not (_NAME.fullmatch(parent) and _NAME.fullmatch(parent_checksum) if start else parent == parent_checksum == ""):
         raise BadEntry("The metadata does not say whose tokens come before.")
     if start >= length or specs[0] != TensorSpec(TOKENS, "I64", (length - start,)):
         raise BadEntry("The first tensor is not the tokens.")
-    parts = _parts(_parse_json(_text(texts, "parts")), specs, length - start)
-    minimum = _number(texts, "minimum_reusable")
+    parts = _parts(parse_json(text_of(texts, "parts")), specs, length - start)
+    minimum = number_of(texts, "minimum_reusable")
     if minimum > length:
         raise BadEntry("The minimum reusable offset is beyond the last token.")
-    sums = _text(texts, "checksums")
+    sums = text_of(texts, "checksums")
     if len(sums) != 16 * len(specs):
         raise BadEntry("There is not one checksum for each tensor.")
     companion = _companion(texts.get("companion"), texts["version"] == COMPANION_VERSION, specs[1:], parts)
     meta = Meta(
-        fingerprint=_text(texts, "fingerprint"),
-        namespace=_text(texts, "namespace"),
+        fingerprint=text_of(texts, "fingerprint"),
+        namespace=text_of(texts, "namespace"),
         length=length,
         tensors=specs[1:],
-        descriptors=_parse_json(_text(texts, "caches")),
-        signatures=_strings(_parse_json(_text(texts, "signatures"))),
-        cuttable=_text(texts, "cuttable") == "true",
+        descriptors=parse_json(text_of(texts, "caches")),
+        signatures=strings(parse_json(text_of(texts, "signatures"))),
+        cuttable=text_of(texts, "cuttable") == "true",
         minimum_reusable=minimum,
-        role=_text(texts, "role"),
-        provenance=_object(_parse_json(_text(texts, "provenance")), "provenance"),
-        created=_number(texts, "created"),
+        role=text_of(texts, "role"),
+        provenance=json_object(parse_json(text_of(texts, "provenance")), "provenance"),
+        created=number_of(texts, "created"),
         start=start,
         parent=parent,
         parent_checksum=parent_checksum,
@@ -328,18 +217,18 @@ def _companion(text: str | None, wanted: bool, specs: tuple[TensorSpec, ...], pa
         return None
     if len(text) > MAX_COMPANION_TEXT:
         raise BadEntry("The companion state's scalars are too long.")
-    value = _object(_parse_json(text), "companion state")
+    value = json_object(parse_json(text), "companion state")
     if value.keys() != {"schema", "version", "scalars", "tensors"}:
         raise BadEntry("The companion state has other fields than schema, version, scalars and tensors.")
     schema, version = value["schema"], value["version"]
-    if not isinstance(schema, str) or not _SCHEMA.fullmatch(schema) or not _counts([version], 1 << 31):
+    if not isinstance(schema, str) or not _SCHEMA.fullmatch(schema) or not counts([version], 1 << 31):
         raise BadEntry("The companion state has no proper schema.")
-    names = _strings(value["tensors"])
+    names = strings(value["tensors"])
     if named != [COMPANION + name for name in names] or named != [spec.name for spec in specs[len(specs) - len(names) :]]:
         raise BadEntry("The companion state's tensors are not the last ones.")
     if any(parts[len(parts) - len(names) :]):
         raise BadEntry("The companion state's tensors are not whole.")
-    return CompanionMeta(schema, version, _object(value["scalars"], "companion state's scalars"), names)
+    return CompanionMeta(schema, version, json_object(value["scalars"], "companion state's scalars"), names)
 
 
 def _tensors(table: dict[str, Any], grow_axes: Any, size: int) -> tuple[tuple[TensorSpec, ...], tuple[int, ...]]:
@@ -348,15 +237,15 @@ def _tensors(table: dict[str, Any], grow_axes: Any, size: int) -> tuple[tuple[Te
         raise BadEntry("There is not one grow axis for each tensor.")
     specs, offsets, end = [], [], 0
     for (name, entry), axis in zip(table.items(), grow_axes, strict=True):
-        entry = _object(entry, f"entry of tensor {name[:80]!r}")
+        entry = json_object(entry, f"entry of tensor {name[:80]!r}")
         if entry.keys() != {"dtype", "shape", "data_offsets"}:
             raise BadEntry(f"Tensor {name[:80]!r} has other fields than its dtype, shape and offsets.")
         dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise BadEntry(f"Tensor {name[:80]!r} has an unknown dtype.")
-        if not _counts(shape, 1 << 31) or len(shape) > MAX_DIMENSIONS or not _counts(span, 1 << 48) or len(span) != 2:
+        if not counts(shape, 1 << 31) or len(shape) > MAX_DIMENSIONS or not counts(span, 1 << 48) or len(span) != 2:
             raise BadEntry(f"Tensor {name[:80]!r} has an impossible shape or offset.")
-        if axis is not None and not _counts([axis], len(shape)):
+        if axis is not None and not counts([axis], len(shape)):
             raise BadEntry(f"Tensor {name[:80]!r} has an impossible grow axis.")
         spec = TensorSpec(name, dtype, tuple(shape), axis)
         if span[0] != end or span[1] != end + spec.nbytes:
@@ -369,66 +258,7 @@ def _tensors(table: dict[str, Any], grow_axes: Any, size: int) -> tuple[tuple[Te
     return tuple(specs), tuple(offsets)
 
 
-def _counts(value: Any, limit: int) -> bool:
-    """Whether this is a list of whole numbers, none negative, all below `limit`."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < limit for n in value)
-
-
-def _text(texts: dict[str, Any], key: str) -> str:
-    value = texts.get(key)
-    if not isinstance(value, str):
-        raise BadEntry(f"The metadata lacks {key!r}.")
-    return value
-
-
-def _number(texts: dict[str, Any], key: str) -> int:
-    value = _text(texts, key)
-    if not value.isascii() or not value.isdigit() or len(value) > 20:
-        raise BadEntry(f"The metadata's {key!r} is not a number.")
-    return int(value)
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise BadEntry("The metadata holds something that is not a list of strings.")
-    return tuple(value)
-
-
-def _object(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadEntry(f"The {what} is not a JSON object.")
-    return value
-
-
 def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _parse_json(text: str | bytes) -> Any:
-    """JSON without duplicate keys, NaN, or nesting beyond `MAX_NESTING`."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("duplicate keys")
-        return found
-
-    def refuse(name: str) -> NoReturn:
-        raise ValueError(name)
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise BadEntry("The header is not sound JSON.") from error
-    level = [value]
-    for _ in range(MAX_NESTING):
-        level = [x for item in level for x in _children(item)]
-        if not level:
-            return value
-    raise BadEntry("The header is nested too deeply.")
-
-
-def _children(item: Any) -> list[Any]:
-    if isinstance(item, dict):
-        return list(item.values())
-    return item if isinstance(item, list) else []

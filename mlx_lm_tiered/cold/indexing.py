@@ -13,8 +13,8 @@ from typing import Any
 
 from .aging import age_out
 from .catalog import Catalog
+from .checking import BadEntry
 from .directory import LOCK_TIMEOUT, Directory, DirectoryFull
-from .format import BadEntry
 from .health import Bounded, Outage
 from .scan import Scans, scan
 from .storing import Storing

@@ -13,7 +13,8 @@ from mlx_lm_hooks import Companion
 from .. import caches as kinds
 from ..identity import Identity
 from .arrays import spec_of
-from .format import COMPANION, CompanionMeta, Meta
+from .format import COMPANION
+from .meta import CompanionMeta, Meta
 
 MAX_ATTEMPTS = 5
 

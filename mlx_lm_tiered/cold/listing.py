@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .checking import BadEntry, ForeignEntry
 from .directory import Directory
-from .format import BadEntry, ForeignEntry, Header, Meta
 from .files import open_file
+from .meta import Header, Meta
 
 
 @dataclass(frozen=True)

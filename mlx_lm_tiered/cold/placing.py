@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .catalog import Catalog, ColdEntry
+from .checking import BadEntry
 from .directory import Directory
 from .family import NAME_DIGITS, parent_name
-from .format import BadEntry, Meta
+from .meta import Meta
 from .scan import read_segment
 from .segments import inode
 

@@ -16,9 +16,10 @@ import numpy as np
 import xxhash
 
 from .arrays import Landing, capacities
+from .checking import BadEntry
 from .files import EntryFile, opened
-from .format import BadEntry, Meta
 from .fresh import ask_for_huge_pages
+from .meta import Meta
 from .parallel import run_all
 
 # Below this many bytes one thread reads a file: starting others costs more than they save.

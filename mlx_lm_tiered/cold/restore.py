@@ -11,8 +11,10 @@ from mlx_lm_hooks import Companion
 
 from .. import caches as kinds
 from .catalog import ColdEntry
-from .format import COMPANION, BadEntry, ForeignEntry, Meta
+from .checking import BadEntry, ForeignEntry
+from .format import COMPANION
 from .health import Checking
+from .meta import Meta
 from .reader import Assembly, EntryReader, open_entry, shared
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from ..index.keys import pack
 from .catalog import Catalog, ColdEntry
+from .checking import BadEntry, ForeignEntry
 from .family import DiskFile, entry_name
 from .files import read_summary_and_tokens
-from .format import BadEntry, ForeignEntry, Meta
+from .meta import Meta
 
 READERS = 2  # threads that read and hash; between them the interpreter's lock leaves room for no more
 AHEAD = 64  # files that may have been read and not yet been indexed

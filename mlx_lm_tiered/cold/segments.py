@@ -18,8 +18,9 @@ from pathlib import Path
 import xxhash
 
 from .catalog import MAX_CHAIN, Catalog, ColdEntry, Found
-from .format import DTYPES, BadEntry, Header, Meta, TensorSpec
+from .checking import BadEntry
 from .health import logger
+from .meta import DTYPES, Header, Meta, TensorSpec
 from .reader import EntryReader, open_entry, shared
 
 

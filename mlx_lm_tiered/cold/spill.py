@@ -12,10 +12,10 @@ from .background import Closed, Write, WriterThread
 from .directory import DirectoryFull
 from .duty import Pace
 from .feeding import Feed, Feeder
-from .format import Meta
 from .health import Bounded
 from .jobs import MAX_ATTEMPTS, Job, describe
 from .ledger import FlushResult, Ledger
+from .meta import Meta
 from .pending import Pending
 from .store import ColdStore, NotIdentical, Unavailable
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from .catalog import Catalog, ColdEntry, Found
+from .checking import BadEntry
 from .directory import Directory, DirectoryFull
 from .family import leaves_first
-from .format import BadEntry, Meta
 from .health import Bounded, Checking, Outage, logger
 from .indexing import Indexing
 from .listing import Listed, listing
+from .meta import Meta
 from .restore import Damaged, Lost, Restore, Restored
 from .restoring import Restoring
 from .segments import NotIdentical, inode

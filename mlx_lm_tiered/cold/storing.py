@@ -9,9 +9,11 @@ from pathlib import Path
 
 from ..index.keys import pack
 from .catalog import Catalog, ColdEntry, Found
+from .checking import BadEntry
 from .directory import Directory, DirectoryFull
-from .format import BadEntry, Meta, file_size
+from .format import file_size
 from .health import Bounded, Outage
+from .meta import Meta
 from .placing import continued_file, remove_superseded
 from .scan import cold_entry
 from .segments import ChainFull, Continuation, NotIdentical, Stale, continuation, inode

@@ -13,7 +13,8 @@ import re
 from typing import Any
 
 from . import format as fmt
-from .format import BadEntry, ForeignEntry, Meta
+from .checking import BadEntry, ForeignEntry
+from .meta import TOKENS, Meta
 
 AT_ONCE = 16 << 10  # bytes read first: most headers are shorter
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -34,7 +35,7 @@ def read_summary(fd: int, size: int) -> tuple[Meta, str, int, str]:
         table = json.loads(header[8:])
         texts = table["__metadata__"]
         last = next(reversed(table.values()))
-        end, tokens = last["data_offsets"][1], table[fmt.TOKENS]
+        end, tokens = last["data_offsets"][1], table[TOKENS]
         if texts["format"] != fmt.FORMAT:
             raise BadEntry("The file is not an entry of this program.")
         if texts["version"] == fmt.COMPANION_VERSION:  # few, and more to look at

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from . import format as fmt
-from .format import Meta, TensorSpec
+from .meta import TOKENS, Meta, TensorSpec
 
 
 class Proof(Protocol):
@@ -70,7 +70,7 @@ class EntryWriter:
         self._left = 0
         self._hasher = xxhash.xxh3_64()
         tokens = np.frombuffer(key, dtype=">i8")[meta.start :].astype("<i8").tobytes()
-        self.write(fmt.TOKENS, memoryview(tokens))
+        self.write(TOKENS, memoryview(tokens))
 
     def write(self, name: str, data: memoryview) -> None:
         """Write the next bytes of tensor `name`. Raises ValueError when it is not this tensor's turn."""

@@ -13,6 +13,7 @@ import pytest
 from mlx_lm_tiered.cli import main
 from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold.directory import Directory
+from mlx_lm_tiered.cold.meta import Meta, TensorSpec
 
 FINGERPRINT = "ab" * 16
 
@@ -20,8 +21,8 @@ FINGERPRINT = "ab" * 16
 def entry(root: Path, tokens: list[int]) -> Path:
     """A sound entry without any caches: tokens and one tensor."""
     data = [np.array(tokens, "<i8").tobytes(), bytes(range(256)) * 64]
-    specs = (fmt.TensorSpec("x", "U8", (len(data[1]),)),)
-    meta = fmt.Meta(FINGERPRINT, "", len(tokens), specs, [], provenance={"model": "tiny"})
+    specs = (TensorSpec("x", "U8", (len(data[1]),)),)
+    meta = Meta(FINGERPRINT, "", len(tokens), specs, [], provenance={"model": "tiny"})
     header = fmt.layout(meta)
     fmt.seal(header, [fmt.digest(part) for part in data])
     path = Directory(root, 0).entry_path(FINGERPRINT, "", np.array(tokens, ">i8").tobytes())

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm_hooks import specs
 from mlx_lm_tiered.cli import settings_table
 from mlx_lm_tiered.cold import format as fmt
+from mlx_lm_tiered.cold.meta import CompanionMeta, Meta
 from mlx_lm_tiered.commands import cache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,7 @@ def test_no_hook_is_documented_that_there_is_not():
 def test_every_key_of_an_entrys_header_is_documented():
     import json
 
-    header = fmt.layout(fmt.Meta("ab" * 16, "", 1, (), [], companion=fmt.CompanionMeta("draft", 1)))
+    header = fmt.layout(Meta("ab" * 16, "", 1, (), [], companion=CompanionMeta("draft", 1)))
     keys = json.loads(bytes(header[8:]))["__metadata__"].keys()
     page = (ROOT / "docs/file-format.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(keys)

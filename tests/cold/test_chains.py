@@ -19,7 +19,7 @@ from mlx_lm_tiered.cold import catalog, directory
 from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold.directory import DirectoryFull
 from mlx_lm_tiered.cold.family import entry_name
-from mlx_lm_tiered.cold.format import TensorSpec
+from mlx_lm_tiered.cold.meta import Meta, TensorSpec
 from mlx_lm_tiered.index.keys import token_key
 
 CAP = 400_000
@@ -150,7 +150,7 @@ def forge(root, tokens, start, parent="", parent_checksum="", length=None, tenso
     held = length - start
     tensors = tensors or {"0.keys": (1, 2, held, 8), "0.values": (1, 2, held, 8)}
     specs = tuple(TensorSpec(name, "F32", shape, 2) for name, shape in tensors.items())
-    meta = fmt.Meta(
+    meta = Meta(
         FINGERPRINT, "", length, specs, [kinds.dump(grown(length, layers=1)).descriptors[0]], ("kv:plain",), True, 1, "user",
         start=start, parent=parent, parent_checksum=parent_checksum, parts=(True,) * len(specs),
     )  # fmt: skip

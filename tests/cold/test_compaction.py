@@ -10,9 +10,9 @@ from cold_helpers import FINGERPRINT, grown, job, restore, same, save, scanned
 from test_segments import dumped, quantized, state
 
 from mlx_lm_tiered.cold import compaction
+from mlx_lm_tiered.cold.checking import BadEntry
 from mlx_lm_tiered.cold.compaction import Compactor, choose, compact
 from mlx_lm_tiered.cold.directory import DirectoryFull
-from mlx_lm_tiered.cold.format import BadEntry
 from mlx_lm_tiered.cold.reader import open_entry
 from mlx_lm_tiered.index.keys import token_key
 

@@ -10,6 +10,7 @@ from cold_helpers import FINGERPRINT, IDENTITY, flush, grown, job, recurrent, sa
 
 from mlx_lm_hooks import Companion
 from mlx_lm_tiered.cold import format as fmt
+from mlx_lm_tiered.cold.checking import BadEntry, ForeignEntry
 from mlx_lm_tiered.cold.jobs import Job, describe
 from mlx_lm_tiered.cold.reader import open_entry
 from mlx_lm_tiered.cold.spill import SpillQueue
@@ -81,7 +82,7 @@ def test_a_reader_of_the_version_before_leaves_it_alone(tmp_path, monkeypatch):
     path = save(store, beside(60))
     plain = save(store, job(range(500, 560)))
     monkeypatch.setattr(fmt, "COMPANION_VERSION", "")  # one that only knows the other
-    with pytest.raises(fmt.ForeignEntry), open_entry(path):
+    with pytest.raises(ForeignEntry), open_entry(path):
         pass
     old = scanned(store.root)
     assert found(old, 60) is None and path.exists() and not list((store.root / "quarantine").iterdir())
@@ -129,7 +130,7 @@ def test_what_no_writer_writes_is_refused(tmp_path, change):
     size = len(sound) + fmt.file_size(describe(beside(10))[0]) - len(fmt.layout(describe(beside(10))[0]))
     assert fmt.parse(sound, size).meta.companion.kind == "draft/1"
     changed = header_with(tmp_path, change)
-    with pytest.raises(fmt.BadEntry):
+    with pytest.raises(BadEntry):
         fmt.parse(changed, size - len(sound) + len(changed))
 
 

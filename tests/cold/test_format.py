@@ -21,7 +21,8 @@ from mlx_lm_tiered.cold import arrays as arrays_module
 from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold import reader
 from mlx_lm_tiered.cold.arrays import MAX_ROOM, MLX_DTYPES, STEP, capacities, spec_of, to_bytes
-from mlx_lm_tiered.cold.format import BadEntry, ForeignEntry, Meta, TensorSpec
+from mlx_lm_tiered.cold.checking import BadEntry, ForeignEntry
+from mlx_lm_tiered.cold.meta import Meta, TensorSpec
 from mlx_lm_tiered.cold.reader import open_entry
 from mlx_lm_tiered.cold.writer import EntryWriter
 from mlx_lm_tiered.index.keys import token_key

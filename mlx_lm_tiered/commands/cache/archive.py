@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ...cold.format import BadEntry
+from ...cold.checking import BadEntry
 
 BLOCK = 512
 END = bytes(2 * BLOCK)

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ...cold.catalog import MAX_CHAIN
+from ...cold.checking import BadEntry
 from ...cold.family import NAME_DIGITS
-from ...cold.format import BadEntry
-from ...cold.listing import Listed
 from ...cold.files import open_file
+from ...cold.listing import Listed
 from ..terminal import usage
 
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...cold import listing
-from ...cold.format import BadEntry
-from ...cold.listing import Listed
+from ...cold.checking import BadEntry
 from ...cold.files import EntryFile, open_file
+from ...cold.listing import Listed
 from ...cold.writer import full_sync
 from ...settings import format_size
 from ..terminal import bytes_bar, say, usage

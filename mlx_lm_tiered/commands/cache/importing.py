@@ -21,10 +21,11 @@ import xxhash
 
 from ...cold import format as fmt
 from ...cold.catalog import Catalog
+from ...cold.checking import BadEntry
 from ...cold.directory import BLOCK, Directory
-from ...cold.format import BadEntry
-from ...cold.limits import affordable
 from ...cold.files import open_file
+from ...cold.limits import affordable
+from ...cold.meta import Header
 from ...cold.scan import Segment, scan
 from ...cold.writer import full_sync
 from ...settings import Settings, env_name, format_size, parse_size
@@ -147,7 +148,7 @@ def _same(path: Path, checksum: str) -> bool:
         return False
 
 
-def _check_tensors(fd: int, member: Member, header: fmt.Header) -> bytes:
+def _check_tensors(fd: int, member: Member, header: Header) -> bytes:
     """Compare every tensor with its checksum; returns the file's tokens as a key. Raises BadEntry."""
     for spec, offset, checksum in zip(header.meta.all_tensors, header.offsets, header.checksums, strict=True):
         hasher = xxhash.xxh3_64()

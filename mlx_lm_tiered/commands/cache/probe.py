@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cold import listing
-from ...cold.format import BadEntry
+from ...cold.checking import BadEntry
 from ...index.keys import key_tokens
 from ...prompts import BadPrompt, Prompt, Template, decode, parse, tokenizer_of, tokens_of
 from ...settings import format_size

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...cold import listing
+from ...cold.checking import BadEntry
 from ...cold.family import NAME_DIGITS
-from ...cold.format import BadEntry, Meta
 from ...cold.listing import Listed
+from ...cold.meta import Meta
 from ...index.keys import key_tokens
 from ...settings import format_size
 from .entries import age, chain_of, chosen, columns, counted, key_of, known, model_of, moment, printable, relative
