@@ -8,18 +8,17 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_lm_hooks import Engine, ModelSource, Serves
 
-from .identity import IdentityResolver, stat_signature
+from .identity import stat_signature
 from .index.keys import token_key
 from .memory.guard import MemoryGuard
 from .prefix.probing import Look, look_in_ram
 from .prefix.ram import RamTier
 from .prefix.relief import Relief
-from .prefix.ssd import SsdTier
 from .prefix.tiers import TieredPrefixCache
 from .schemes.spec import PLAIN, Spec
 from .settings import Settings, default_ram_bytes, format_size
@@ -27,15 +26,12 @@ from .statistics import Statistics
 
 if TYPE_CHECKING:
     from .checkpoints.room import Checkpoints
+    from .saving import Saver
     from .schemes.scheme import Scheme
+    from .storage import Storage
 
 logger = logging.getLogger("mlx_lm_tiered")
 
-# Even a flush without time to write asks whether there is anything to write.
-ANSWER_WAIT = 0.5
-
-
-SAVE_RATES_EVERY = 5.0  # seconds, at the most
 # Seconds that loading another model may wait for the entries of the one before to be written.
 SWAP_PATIENCE = 60.0
 
@@ -68,49 +64,15 @@ class Runtime:
         self._process = os.getpid()
         self._caches: weakref.WeakSet[TieredPrefixCache] = weakref.WeakSet()
         self._namespaces: dict[ModelSource, Hashable] = {}
-        self._flushes = _Flushes()
-        self._announcement = "SSD tier off (--ssd-cache DIR)"
-        self._store = self._queue = self._identities = self._ssd = self._restorer = self._rates = self._compactor = None
-        self.checkpoints: Checkpoints | None = None
-        relief = Relief(lambda: list(self._caches), lambda: self._queue)
+        self.storage: Storage | None = None  # with --ssd-cache, from the first prefix cache on
+        self._saver: Saver | None = None
+        relief = Relief(lambda: list(self._caches), lambda: self.storage.queue if self.storage is not None else None)
         self.guard = MemoryGuard(settings.memory_budget, relief, self.statistics)
 
-    def _open_ssd_tier(self, restoring_bytes: int) -> None:
-        """Not before there is something to serve: a server sets up its log after its flags are read."""
-        from .cold.compaction import Compactor
-        from .cold.limits import affordable
-        from .cold.restoring import Restorer
-        from .cold.spill import SpillQueue
-        from .cold.store import ColdStore
-        from .prefix import rates_file
-        from .prefix.choice import Chooser
-        from .prefix.rates import Rates
-
-        settings = self.settings
-        assert settings.ssd_cache is not None
-        limit, free = affordable(settings.ssd_cache, settings.ssd_cache_max)
-        why = "" if limit == settings.ssd_cache_max else f" (half of what is free, of {format_size(settings.ssd_cache_max)} asked for)"
-        self._announcement = f"SSD tier of {format_size(limit)}{why} in {settings.ssd_cache}, {format_size(free)} free"
-        if settings.ssd_restore == "never":
-            self._announcement += "; it is written only (--ssd-restore never)"
-        self._store = ColdStore(settings.ssd_cache, limit, settings.ssd_cache_verify)
-        # The scan starts as soon as it can, so that the first request need not wait for all of it.
-        self._identities = IdentityResolver(settings.ssd_cache, known=self._store.attach)
-        # Both queues together may hold what one may.
-        share = settings.ssd_queue // 2 if settings.generation_checkpoint else settings.ssd_queue
-        self._queue = SpillQueue(self._store, busy=self._busy, max_bytes=share, wake=self._wake)
-        if settings.generation_checkpoint:
-            from .checkpoints.room import Checkpoints
-
-            self.checkpoints = Checkpoints(
-                self._store, self._identities, self.statistics, self._decoding, settings.generation_checkpoint, settings.ssd_queue - share
-            )
-        queue = self._queue
-        self._compactor = Compactor(self._store, lambda: self._busy() or queue.pending > 0)
-        self._restorer = Restorer(self._store.restoring, self._decoding, self._wake, restoring_bytes)
-        self._rates = Rates(settings.ssd_cache / rates_file.NAME)
-        self._store.on_restored = self._rates.restored
-        self._ssd = SsdTier(self._store, self._queue, self._identities, self.statistics, Chooser(self._rates, settings.ssd_restore))
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """What keeps running generations, with --generation-checkpoint."""
+        return self.storage.checkpoints if self.storage is not None else None
 
     # From the hooks
 
@@ -124,11 +86,12 @@ class Runtime:
             size = min(size, max_bytes)
         if self.settings.prompt_cache_size is not None:
             max_entries = self.settings.prompt_cache_size
-        if self._ssd is None and self.settings.ssd_cache is not None:
-            self._open_ssd_tier(size)
+        if self.storage is None and self.settings.ssd_cache is not None:
+            self._open_storage(size)
+        storage = self.storage
         cache = TieredPrefixCache(
             RamTier(size, max_entries),
-            self._ssd,
+            storage.tier if storage is not None else None,
             self.statistics,
             self._namespace,
             self.settings.writebehind,
@@ -136,12 +99,12 @@ class Runtime:
             self.settings.ssd_queue,
             # What would not be restored must not leave RAM by itself.
             self.settings.ssd_demote_idle if self.settings.ssd_restore != "never" else 0.0,
-            self._restorer if self.settings.ssd_restore != "never" else None,
+            storage.restorer if storage is not None and self.settings.ssd_restore != "never" else None,
         )
         if self.warmer is not None:
             cache.is_clients = self.warmer.is_clients
         self._caches.add(cache)
-        logger.info("RAM tier of %s; %s", format_size(size), self._announcement)
+        logger.info("RAM tier of %s; %s", format_size(size), storage.announcement if storage is not None else "SSD tier off (--ssd-cache DIR)")
         return cache
 
     def scheme(self) -> Scheme | None:
@@ -155,61 +118,40 @@ class Runtime:
     def model_loaded(self, source: ModelSource) -> None:
         """Start fingerprinting the weights, off the path to readiness."""
         self.source = source
-        if self._identities is not None and source.path is not None:
-            self._identities.request(source)
+        if self.storage is not None and source.path is not None:
+            self.storage.identities.request(source)
         if self.engine is not None:
             self.guard.model_loaded()
 
     def prefilled(self, source: ModelSource, start: int, tokens: int, seconds: float) -> None:
         """Note what a prefill chunk took; on the generation thread."""
-        if self._ssd is not None:
-            self._ssd.prefilled(source, start, tokens, seconds)
+        if self.storage is not None:
+            self.storage.tier.prefilled(source, start, tokens, seconds)
 
     def idle_turn(self) -> bool:
         """One bounded unit of background work on the generation thread. True when more is waiting."""
         for cache in list(self._caches):
             if cache.idle_turn():
                 return True
-        self._flushes.turn(self._offer_unsaved)
-        if self._rates is not None and self._rates.due(SAVE_RATES_EVERY):
-            threading.Thread(target=self._rates.save, args=(SAVE_RATES_EVERY,), name="mlx-lm-tiered-rates", daemon=True).start()
-        return self._queue.turn() if self._queue is not None else False
+        if self.storage is None or self._saver is None:
+            return False
+        self._saver.turn()
+        self.storage.save_rates()
+        return self.storage.queue.turn()
 
     def busy_turn(self) -> None:
         """Background work that must not wait any longer, in a small share of the time of running requests; on the generation thread."""
-        if self._queue is not None:
-            self._queue.busy_turn()
+        if self.storage is not None:
+            self.storage.queue.busy_turn()
 
     def flush(self, timeout: float) -> dict[str, Any]:
         """Have everything put so far on disk, or say what is not. Any thread but the generation thread.
 
-        Returns ``durable`` and its evidence. Entries that nothing queued yet are
-        queued one at a time, so that the queue's cap cannot drop them.
+        Returns ``durable`` and its evidence (see `Saver.flush`).
         """
-        if self._queue is None:
+        if self._saver is None:
             return {"durable": False, "reason": "the SSD tier is off"}
-        deadline = time.monotonic() + timeout
-        answer_by = max(deadline, time.monotonic() + ANSWER_WAIT)
-        tried: set[int] = set()
-        self._await_identities(deadline)
-        while True:
-            result = self._queue.flush(max(0.0, deadline - time.monotonic()))
-            answer = self._flushes.ask(tried, answer_by, self._wake, self._alive)
-            if answer is not True or time.monotonic() > deadline:
-                break
-        kept = self.checkpoints.flush(max(0.0, deadline - time.monotonic())) if self.checkpoints is not None else (0, 0)
-        # A thread that gave no answer in time may hold entries nobody counted.
-        unsaved = self._flushes.unsaved
-        given_up = sum(cache.unsaved.lost for cache in list(self._caches))
-        report = {
-            "durable": result.durable and answer is False and unsaved == given_up == 0 and kept == (0, 0),
-            "pending": result.pending + unsaved + kept[0],
-            "dropped": result.dropped + given_up,
-            "failed": result.failed + kept[1],
-            "entries": result.entries,
-            "longest_durable_prefix_tokens": result.longest_durable_prefix,
-        }
-        return report
+        return self._saver.flush(timeout)
 
     def drain(self, timeout: float) -> dict[str, Any]:
         """Save everything and free its memory; prefixes stay reachable. Any thread but the generation thread.
@@ -228,7 +170,7 @@ class Runtime:
 
     def model_unloading(self, source: ModelSource) -> None:
         """Save a model's entries and free them before another takes its place; on the generation thread."""
-        if self._queue is None:
+        if self.storage is None:
             return
         for cache in list(self._caches):
             if cache.preparations is not None:
@@ -265,16 +207,16 @@ class Runtime:
 
     def wait_indexed(self, source: ModelSource, timeout: float) -> None:
         """Wait until it is known what is stored of a model. Any thread but the generation thread."""
-        if self._ssd is not None:
-            self._ssd.wait_indexed(source, timeout)
+        if self.storage is not None:
+            self.storage.tier.wait_indexed(source, timeout)
 
     def probe(self, source: ModelSource, tokens: Sequence[int]) -> dict[str, Look]:
         """What a request for these tokens would find, by tier, the quickest first. Any thread; nothing counts as used."""
         key = token_key(tokens)
         rams = [look_in_ram(cache.ram, self._namespace(source), tokens, key) for cache in list(self._caches)]
         looks = {"ram": max(rams, default=Look())}
-        if self._ssd is not None:
-            looks |= self._ssd.look(source, tokens, key)
+        if self.storage is not None:
+            looks |= self.storage.tier.look(source, tokens, key)
         least = self._min_tokens("server")
         return {tier: look if look.hit >= least else look._replace(hit=0) for tier, look in looks.items()}
 
@@ -300,13 +242,15 @@ class Runtime:
         }
 
     def _report_ssd(self, caches: list[TieredPrefixCache]) -> dict[str, Any] | None:
-        if self._store is None or self._queue is None or self._restorer is None:
+        if self.storage is None:
             return None
         held = [cache.preparations.seconds for cache in caches if cache.preparations is not None]
-        seconds = {"held_seconds_last": max((one["last"] for one in held), default=0.0), "held_seconds_total": sum(one["total"] for one in held)}
-        waiting = sum(len(cache.unsaved) for cache in caches)
-        chosen = self._ssd.chooser.stats() if self._ssd is not None else {}
-        return {**self._store.stats(), **self._queue.stats(), **self._restorer.stats(), **seconds, **chosen, "waiting_for_fingerprint": waiting}
+        return {
+            **self.storage.stats(),
+            "held_seconds_last": max((one["last"] for one in held), default=0.0),
+            "held_seconds_total": sum(one["total"] for one in held),
+            "waiting_for_fingerprint": sum(len(cache.unsaved) for cache in caches),
+        }
 
     def close(self) -> None:
         """End the threads. Files stay, entries in memory go; a script's are saved first."""
@@ -314,31 +258,21 @@ class Runtime:
             return  # a forked child has none of the threads; entries and lock are its parent's
         if self.warmer is not None:
             self.warmer.close()
-        if self.saves_itself and self._queue is not None and self.engine is None:
-            self.flush_on_this_thread(self.settings.shutdown_timeout)
-        if self._compactor is not None:
-            self._compactor.close()
-        if self._restorer is not None:
-            self._restorer.close()
-        if self._rates is not None:
-            self._rates.save()
-        if self.checkpoints is not None:
-            self.checkpoints.close()
-        if self._queue is not None:
-            self._queue.close()
-        if self._identities is not None:
-            self._identities.close()
-        if self._store is not None:
-            self._store.close()
+        if self.storage is not None:
+            if self.saves_itself and self.engine is None:
+                self.flush_on_this_thread(self.settings.shutdown_timeout)
+            self.storage.close()
         self._caches.clear()
 
     # Inside
 
-    def _await_identities(self, deadline: float) -> None:
-        """Wait until the models of all entries are fingerprinted: without it nothing of them can be written."""
-        assert self._identities is not None
-        for source in {entry.source for cache in list(self._caches) for entry in cache.entries()}:
-            self._identities.get(source, max(0.0, deadline - time.monotonic()))
+    def _open_storage(self, restoring_bytes: int) -> None:
+        """Not before there is something to serve: a server sets up its log after its flags are read."""
+        from .saving import Saver
+        from .storage import Storage
+
+        self.storage = Storage(self.settings, self.statistics, self._busy, self._decoding, self._wake, restoring_bytes)
+        self._saver = Saver(self.storage, lambda: list(self._caches), self._wake, self._alive)
 
     def _min_tokens(self, serves: Serves) -> int:
         """Scripts compare numbers more often than they send short prompts twice; who has a prompt cache means to reuse."""
@@ -365,52 +299,3 @@ class Runtime:
         if source not in self._namespaces:
             self._namespaces[source] = stat_signature(source)
         return self._namespaces[source]
-
-    def _offer_unsaved(self, tried: set[int]) -> tuple[bool, int]:
-        """Queue one entry the SSD tier lacks and this flush has not tried. Whether there was one, and how many are still missing."""
-        assert self._ssd is not None and self._store is not None
-        for cache in list(self._caches):
-            cache.unsaved.settle(self._ssd.covers_tokens)
-        entries = [entry for cache in list(self._caches) for entry in cache.entries()]
-        missing = {id(entry) for entry in entries if not self._ssd.covers(entry)}
-        # Oldest first, so that the newest are the last to be evicted; but none that has no room
-        # beside the newer ones: they would evict it again, and every flush would write it anew.
-        room = self._store.max_bytes - self._store.max_bytes // 8  # headers, directories and side files take some
-        fitting = [entry for entry in reversed(entries) if (room := room - entry.nbytes - 8 * entry.length) >= 0]
-        for entry in reversed(fitting):
-            if id(entry) in missing and id(entry) not in tried:
-                tried.add(id(entry))
-                self._ssd.offer(entry, kept=any(entry in cache.ram for cache in list(self._caches)))
-                return True, len(missing)
-        return False, len(missing)
-
-
-class _Flushes:
-    """The line between threads that flush and the generation thread that owns the entries."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._question: set[int] | None = None
-        self._answer: bool | None = None
-        self._one_at_a_time = threading.Lock()
-        self.unsaved = 0
-
-    def ask(self, tried: set[int], deadline: float, wake: Callable[[], None], alive: Callable[[], bool]) -> bool | None:
-        """Have the generation thread queue one more unsaved entry. True: it did; False: there is none; None: no answer in time, or no thread that could give one."""
-        with self._one_at_a_time, self._condition:
-            self._question, self._answer = tried, None
-            while self._answer is None and alive() and (left := deadline - time.monotonic()) > 0:
-                wake()
-                self._condition.wait(min(left, 0.25))
-            self._question = None
-            return self._answer
-
-    def turn(self, offer: Callable[[set[int]], tuple[bool, int]]) -> None:
-        """Answer a waiting question; on the generation thread."""
-        if self._question is None:
-            return
-        with self._condition:
-            if self._question is not None and self._answer is None:
-                self._answer, self.unsaved = offer(self._question)
-                self._condition.notify_all()
-

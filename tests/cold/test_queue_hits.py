@@ -13,7 +13,8 @@ from cold_helpers import grown, plain, same, wrapped
 
 from mlx_lm_hooks import ModelSource
 from mlx_lm_tiered import caches as kinds
-from mlx_lm_tiered.cold import compaction, feeding, writer
+from mlx_lm_tiered import storage
+from mlx_lm_tiered.cold import feeding, writer
 from mlx_lm_tiered.runtime import Runtime
 from mlx_lm_tiered.settings import Settings
 
@@ -29,7 +30,7 @@ class Run:
         self.cache = self.runtime.prefix_cache(None, None, "server")
         if known:
             self.runtime.model_loaded(self.source)
-            assert self.runtime._identities.get(self.source, WAIT)
+            assert self.runtime.storage.identities.get(self.source, WAIT)
 
     def put(self, tokens, caches, role="assistant"):
         self.cache.put(self.source, list(tokens), caches, role=role)
@@ -113,9 +114,9 @@ def test_what_is_being_written_is_lent(begin, monkeypatch):
 
 def test_what_waits_for_the_fingerprint_is_lent(begin, monkeypatch):
     run = begin(known=False)
-    get = run.runtime._identities.get
-    monkeypatch.setattr(run.runtime._identities, "get", lambda *_: None)
-    monkeypatch.setattr(run.runtime._identities, "pending", lambda *_: True)
+    get = run.runtime.storage.identities.get
+    monkeypatch.setattr(run.runtime.storage.identities, "get", lambda *_: None)
+    monkeypatch.setattr(run.runtime.storage.identities, "pending", lambda *_: True)
     run.put(range(100), plain(100))
     run.put(range(300, 350), plain(50))
     run.evict()
@@ -123,7 +124,7 @@ def test_what_waits_for_the_fingerprint_is_lent(begin, monkeypatch):
     taken, tier = run.take([*range(100), 200])
     assert (tier, taken.length) == ("queue", 100) and same(taken.caches, plain(100))
     assert run.take([*range(320, 350), 1]) == (None, None)
-    monkeypatch.setattr(run.runtime._identities, "get", get)
+    monkeypatch.setattr(run.runtime.storage.identities, "get", get)
     assert run.flush() and run.ssd("waiting_for_fingerprint") == 0
     assert run.take([*range(100), 200])[1] == "ssd"
 
@@ -164,7 +165,7 @@ def test_what_left_the_queue_is_neither_found_nor_kept(begin, monkeypatch, end):
         monkeypatch.setattr(feeding, "to_bytes", lambda array: 1 / 0)
         assert not run.flush()
     else:
-        run.runtime._queue.close()
+        run.runtime.storage.queue.close()
     run.runtime.idle_turn()
     gc.collect()
     assert alive() is None
@@ -197,7 +198,7 @@ def test_a_flush_retries_what_was_dropped_and_is_still_in_ram(begin):
 def test_tokens_offered_again_are_waited_for_by_a_flush_that_runs(begin):
     """Evicted while a flush goes on, an entry is offered once more: that does not make it younger than the flush."""
     run = begin()
-    queue = run.runtime._queue
+    queue = run.runtime.storage.queue
     run.put(range(50), plain(50))
     reports = []
     flush = threading.Thread(target=lambda: reports.append(queue.flush(WAIT)))
@@ -212,8 +213,8 @@ def test_tokens_offered_again_are_waited_for_by_a_flush_that_runs(begin):
 
 
 def test_a_long_conversation_is_made_one_file_while_it_rests(begin, monkeypatch):
-    made = compaction.Compactor
-    monkeypatch.setattr(compaction, "Compactor", lambda store, busy: made(store, busy, every=0.05, resting=0.0, long=4))
+    made = storage.Compactor
+    monkeypatch.setattr(storage, "Compactor", lambda store, busy: made(store, busy, every=0.05, resting=0.0, long=4))
     run = begin()
     for n in range(20, 160, 20):
         run.put(range(n), grown(n))
@@ -229,16 +230,16 @@ def test_a_long_conversation_is_made_one_file_while_it_rests(begin, monkeypatch)
 
 def test_what_was_given_up_without_a_fingerprint_counts_until_it_is_on_disk(begin, monkeypatch):
     run = begin(known=False, ssd_queue=1)
-    pending = run.runtime._identities.pending
-    monkeypatch.setattr(run.runtime._identities, "pending", lambda *_: True)
-    get = run.runtime._identities.get
-    monkeypatch.setattr(run.runtime._identities, "get", lambda *_: None)
+    pending = run.runtime.storage.identities.pending
+    monkeypatch.setattr(run.runtime.storage.identities, "pending", lambda *_: True)
+    get = run.runtime.storage.identities.get
+    monkeypatch.setattr(run.runtime.storage.identities, "get", lambda *_: None)
     run.put(range(50), plain(50))
     run.evict()
     run.put([8, 8], plain(2))
-    monkeypatch.setattr(run.runtime._identities, "get", get)
-    monkeypatch.setattr(run.runtime._identities, "pending", pending)
-    assert run.runtime._identities.get(run.source, WAIT)
+    monkeypatch.setattr(run.runtime.storage.identities, "get", get)
+    monkeypatch.setattr(run.runtime.storage.identities, "pending", pending)
+    assert run.runtime.storage.identities.get(run.source, WAIT)
     assert not run.flush() and run.cache.unsaved.lost > 0
     for tokens in (range(60), [9, 1]):
         run.put(tokens, plain(len(tokens)))

@@ -84,10 +84,10 @@ class Tiers(RuleBasedStateMachine):
         assert cache is not None
         self.cache = cache
         self.runtime.model_loaded(self.source)
-        assert self.runtime._queue is not None and self.runtime._identities is not None and self.runtime._store is not None
-        self.runtime._queue.debounce = 0.0
-        assert self.runtime._identities.get(self.source, 30) is not None
-        assert self.runtime._store.wait_scanned(30)
+        assert self.runtime.storage is not None
+        self.runtime.storage.queue.debounce = 0.0
+        assert self.runtime.storage.identities.get(self.source, 30) is not None
+        assert self.runtime.storage.store.wait_scanned(30)
         # Nothing of a process that ended is left, whenever it ended.
         assert not list((self.root / "tmp").iterdir()) and len(list((self.root / "writers").iterdir())) == 1
         self.ram_evictions = 0
@@ -98,8 +98,8 @@ class Tiers(RuleBasedStateMachine):
         self.durable_at_kill: set[Tokens] = set()
 
     def stats(self) -> dict[str, Any]:
-        assert self.runtime._store is not None
-        return self.runtime._store.stats()
+        assert self.runtime.storage is not None
+        return self.runtime.storage.store.stats()
 
     def end(self) -> None:
         self.runtime.close()
