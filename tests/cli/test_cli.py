@@ -147,12 +147,12 @@ def test_demo_fails_when_nothing_was_reused():
 
 def test_bench_restart(tiny_llama: Path, tmp_path: Path):
     file = tmp_path / "restart.json"
-    done = command("bench", "restart", "--model", tiny_llama, "--prefix-tokens", "1000", "--repeats", "2", "--json", file)
+    done = command("bench", "restart", "--model", tiny_llama, "--prefix-tokens", "600", "--repeats", "1", "--json", file)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
-    assert found["text_equal"] is True and found["prompt_tokens"] > 1000
+    assert found["text_equal"] is True and found["prompt_tokens"] > 600
     assert found["cached_tokens"] == found["prompt_tokens"] - 1
-    assert len(found["cold_ttft_all_s"]) == len(found["restart_ttft_all_s"]) == 2
+    assert len(found["cold_ttft_all_s"]) == len(found["restart_ttft_all_s"]) == 1
     assert min(found["cold_ttft_s"], found["ram_ttft_s"], found["restart_ttft_s"]) > 0
     assert found["versions"]["mlx-lm"] and found["command"].startswith("mlx_lm.tiered bench restart")
 
@@ -160,7 +160,7 @@ def test_bench_restart(tiny_llama: Path, tmp_path: Path):
 def test_bench_overhead_decodes_while_entries_wait(tiny_llama: Path, tmp_path: Path):
     file = tmp_path / "overhead.json"
     done = command(
-        "bench", "overhead", "--model", tiny_llama, "--prefix-tokens", "1500", "--decode-tokens", "64", "--repeats", "3", "--json", file
+        "bench", "overhead", "--model", tiny_llama, "--prefix-tokens", "600", "--decode-tokens", "64", "--repeats", "2", "--json", file
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
