@@ -163,7 +163,8 @@ class Engine:
         return delivery
 
     def fail_all(self, error: Exception) -> None:
-        """End every request that was delivered with an error."""
+        """End every request that was delivered with an error: upstream's loop begins anew, and first loads the default model again."""
+        self._model = None
         for mailbox in self._open:
             mailbox.fail(error)
 

@@ -69,20 +69,22 @@ def preparation_for(generator: Any, request: Any, args: Any) -> Preparation | No
     try:
         result = generator._tokenize(provider.tokenizer, request, args)
     except Exception as error:  # upstream's to answer, when it asks
-        setattr(request, _TOKENIZED, error)
+        setattr(request, _TOKENIZED, (provider.model_key, error))
         return None
-    setattr(request, _TOKENIZED, result)
+    setattr(request, _TOKENIZED, (provider.model_key, result))
     return prepare(provider.model_key, result[0])
 
 
 def remembering(tokenize: Callable[..., Any]) -> Callable[..., Any]:
-    """Upstream's `_tokenize`, which tokenizes a request no second time: that changes its messages."""
+    """Upstream's `_tokenize`, which tokenizes a request for one model no second time: that changes its messages."""
 
     def remembered(generator: Any, tokenizer: Any, request: Any, args: Any) -> Any:
-        known = getattr(request, "__dict__", {}).pop(_TOKENIZED, None)
+        model, known = getattr(request, "__dict__", {}).pop(_TOKENIZED, (None, None))
+        if known is None or model != generator.model_provider.model_key:
+            return tokenize(generator, tokenizer, request, args)
         if isinstance(known, Exception):
             raise known
-        return tokenize(generator, tokenizer, request, args) if known is None else known
+        return known
 
     return remembered
 

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.models import TINY
 from test_seam_server import ask, serving, wait_for
 from witness import Prefixes
 
@@ -162,3 +163,29 @@ def test_an_error_in_the_tokenizer_is_the_requests_own(tiny_llama, preparations,
         with pytest.raises(ValueError, match="no such text"):
             ask(generator, "broken")
         assert len(calls) == 2 and ask(generator, "others")[0]
+
+
+def test_after_the_loop_began_anew_a_request_is_tokenized_for_its_own_model(tiny_llama, preparations, monkeypatch):
+    """It begins anew with the default model, whatever was served last."""
+    import mlx_lm.server as server
+
+    used = []
+    original = server.ResponseGenerator._tokenize
+
+    def tokenize(self, tokenizer, request, args):
+        used.append((args.model.model, self.model_provider.model_key[0]))
+        return original(self, tokenizer, request, args)
+
+    monkeypatch.setattr(server.ResponseGenerator, "_tokenize", tokenize)
+    other = str(TINY["lfm2"])
+    with serving(tiny_llama) as (_, generator):
+        before = ask(generator, "others", model=other)[0]
+        broken = server._format_top_logprobs
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "_format_top_logprobs", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                ask(generator, "others", model=other)
+        assert server._format_top_logprobs is broken
+        wait_for(lambda: generator.model_provider.model_key is not None and generator.model_provider.model_key[0] == str(tiny_llama))
+        assert ask(generator, "others", model=other)[0] == before
+    assert used and all(asked == loaded for asked, loaded in used), used

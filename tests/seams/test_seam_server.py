@@ -56,13 +56,13 @@ def serving(model, *argv: str, thinking: str | None = None):
         host.deactivate()
 
 
-def ask(generator, text=QUESTION, *, seed=None, max_tokens=4):
+def ask(generator, text=QUESTION, *, seed=None, max_tokens=4, model="default_model"):
     """The reply's tokens and the number of reused ones."""
     import mlx_lm.server as server
 
     request = server.CompletionRequest("chat", "", [{"role": "user", "content": text}], None, None)
     options = server.GenerationArguments(
-        model=server.ModelDescription("default_model", "default_model", None),
+        model=server.ModelDescription(model, "default_model", None),
         sampling=server.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.1),
         logits=server.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
         stop_words=[],
