@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlx_lm_hooks.types import Admission, Refused, Row
 
+from . import checkpointing
 from .mailbox import Mailbox
 from .runtime import Fetch, Runtime
 
@@ -33,7 +35,7 @@ def admit_one(runtime: Runtime, fetch: Fetch | None, call: dict[str, Any]) -> Ma
         max_tokens=call.get("max_tokens", -1),
         step=call.get("prefill_step_size", 2048),
     )
-    _admit(runtime, request, mailbox)
+    _admit(runtime, _going_on(runtime, request), mailbox)
     return mailbox
 
 
@@ -62,7 +64,7 @@ def admit_row(runtime: Runtime, generator: Any, call: dict[str, Any]) -> None:
     if mailbox is None:
         return
     try:
-        request = _joining(generator, call, runtime.here.fetch)
+        request = _going_on(runtime, _joining(generator, call, runtime.here.fetch))
     except Exception as error:
         runtime.fault("describing a request", error)
         return
@@ -109,8 +111,24 @@ def _admit(runtime: Runtime, request: Admission, mailbox: Mailbox) -> None:
     except Exception as error:
         runtime.fault("admitting a request", error)
     if refused is not None:
+        checkpointing.forget(runtime)  # what it would have gone on from is memory
         raise refused
     mailbox.open()
+
+
+def _going_on(runtime: Runtime, request: Admission) -> Admission:
+    """The same request, of which a checkpoint has computed all but one token, if it goes on from one."""
+    following = checkpointing.resumed(runtime)
+    if following is None or (state := following.state) is None:
+        return request
+    return replace(
+        request,
+        source=following.source,
+        tokens=[*state.tokens, state.pending],
+        cached=len(state.tokens),
+        caches=state.caches,
+        max_tokens=request.max_tokens - following.emitted if request.max_tokens >= 0 else -1,
+    )
 
 
 def _stopping(runtime: Runtime, rows: Sequence[Row]) -> Refused | None:

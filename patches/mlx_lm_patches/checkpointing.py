@@ -29,9 +29,12 @@ class Asked(NamedTuple):
 class Following:
     """One request whose generation is followed. `emitted` counts its tokens, replayed ones included."""
 
-    def __init__(self, runtime: Runtime, checkpoints: RequestCheckpoints, state: GenerationState | None, asked: Asked, interval: int):
+    def __init__(
+        self, runtime: Runtime, checkpoints: RequestCheckpoints, source: ModelSource, state: GenerationState | None, asked: Asked, interval: int
+    ):
         self._runtime = runtime
         self._checkpoints = checkpoints
+        self.source = source
         self.state = state
         self.prompt = list(asked.prompt)
         self.args = asked.args
@@ -64,7 +67,7 @@ class Following:
 
 def asked(runtime: Runtime, generator: Any, request: Any, args: Any, result: Any) -> None:
     """Note a request that was tokenized with `result`."""
-    _forget(runtime)
+    forget(runtime)
     if not runtime.active:
         return
     try:
@@ -101,14 +104,20 @@ def begin(runtime: Runtime, source: ModelSource, tokens: Sequence[int]) -> bool:
         one = checkpoints.begin(source, request.prompt, _policy(request))
         if one is None:
             return False
-        following = Following(runtime, one, one.state, request, checkpoints.interval)
+        following = Following(runtime, one, source, one.state, request, checkpoints.interval)
         if following.state is not None and not _sound(following):
-            following = Following(runtime, one, None, request, checkpoints.interval)
+            following = Following(runtime, one, source, None, request, checkpoints.interval)
         runtime.here.following = following
         return following.state is not None
     except Exception as error:
         runtime.fault("looking for a checkpoint", error)
         return False
+
+
+def resumed(runtime: Runtime) -> Following | None:
+    """The request whose generation starts now, if it goes on where it was interrupted."""
+    following = runtime.here.following
+    return following if following is not None and following.state is not None else None
 
 
 def take(runtime: Runtime, rest: Sequence[int]) -> Following | None:
@@ -155,7 +164,7 @@ class Replayed:
         return mx.array(0.0)
 
 
-def _forget(runtime: Runtime) -> None:
+def forget(runtime: Runtime) -> None:
     """A request that was asked for and never came to generate is no longer followed."""
     here = runtime.here
     here.asked, following = None, here.following

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from test_seam_server import arguments
+from test_seam_server import arguments, wait_for
 from witness import Witness
 
-from mlx_lm_hooks import GenerationState, Invocation, hookimpl
+from mlx_lm_hooks import Admission, GenerationState, Invocation, Refused, hookimpl
 from mlx_lm_patches.host import host
 
 QUESTION = "Tell me about the os module and its functions."
@@ -27,6 +29,18 @@ class Keeper(Witness):
         self.ended: list[bool] = []
         self.reasons: list[str] = []
         self.resume: int | None = None
+        self.admitted: list[Admission] = []
+        self.refuses = False
+        self.caches = lambda: None  # of the one that was refused last
+
+    @hookimpl
+    def mlx_lm_admit(self, request):
+        self.admitted.append(replace(request, caches=None))
+        if not self.refuses:
+            return None
+        self.refuses = False
+        self.caches = weakref.ref(request.caches[0])
+        return Refused(503, "full")
 
     @hookimpl
     def mlx_lm_prefix_cache(self, max_entries, max_bytes, serves):
@@ -180,3 +194,22 @@ def test_quantized_caches_go_on_too(tiny_llama):
         whole = ask(generator, options())
         for keeper.resume in (1, 20):
             assert ask(generator, options()) == whole
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_what_goes_on_is_admitted_with_what_it_holds(tiny_llama, seed):
+    """It needs no memory for what its checkpoint has brought along; and holds none of it once it is refused."""
+    with serving(tiny_llama) as (keeper, generator):
+        args = options(seed=seed)
+        whole = ask(generator, args)
+        (states,) = (dict(states) for states in keeper.states.values())
+        keeper.resume, keeper.refuses, before = 20, True, len(keeper.admitted)
+        with pytest.raises(Refused, match="full"):
+            ask(generator, args)
+        wait_for(lambda: (gc.collect(), keeper.caches() is None)[1])
+        keeper.refuses = False
+        assert ask(generator, args) == whole
+        for request in keeper.admitted[before:]:
+            assert request.tokens == [*states[20].tokens, states[20].pending] and request.cached == len(states[20].tokens)
+            assert request.max_tokens == TOKENS - 21 and request.source.path == tiny_llama.resolve()
+        assert len(keeper.admitted) == before + 2 and keeper.ended == [True, False, True]
