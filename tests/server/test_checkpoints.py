@@ -110,7 +110,8 @@ def test_another_request_begins_anew_and_the_damaged_checkpoint_too(tiny_llama, 
         # Damaged after it was indexed; of every file of the chain the last byte.
         for found in listing.entries(cache_dir):
             if found.meta is not None and found.meta.namespace in kept(cache_dir):
-                with open(found.path, "r+b") as file:
+                # Those of the changed request, which was answered, are being removed meanwhile.
+                with suppress(FileNotFoundError), open(found.path, "r+b") as file:
                     file.truncate(found.nbytes - 1)
         (got,) = answers(server, body())
         seen = server.stats()

@@ -89,5 +89,5 @@ def for_people(model, cache_dir, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "in the SSD tier" in out and "diverges at token" in out and "zebra" in out
     # Another state of the model has no entries; it is said what differs.
-    assert main(["cache", "probe", str(cache_dir), "--model", str(model), "--prompt", "x", "--kv-bits", "8"]) == 1
+    assert main(["cache", "probe", str(cache_dir), "--model", str(model), "--prompt", "x", "--kv-scheme", "affine:8:32"]) == 1
     assert "has another KV scheme" in capsys.readouterr().out
