@@ -13,9 +13,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import xxhash
 
@@ -26,13 +27,16 @@ from .health import logger
 from .meta import DTYPES, Meta
 from .reader import EntryReader, shared
 from .restore import Damaged, Lost, open_chain
+from .segments import Stale
 from .store import ColdStore
+from .storing import Continued
 from .writer import EntryWriter
 
 LONG = MAX_CHAIN // 2  # files
 RESTING = 600.0  # seconds since the last use
 EVERY = 60.0  # seconds between two looks for something to do
 PIECE = 1 << 20  # bytes
+AGAIN = 600.0  # seconds until a chain is tried again that could not be made one file
 POLL = 0.05  # seconds between two looks while a request runs
 
 
@@ -45,6 +49,7 @@ class Compactor:
         self._every = every
         self._resting = resting
         self._long = long
+        self._later: WeakKeyDictionary[ColdEntry, float] = WeakKeyDictionary()  # not to be tried again before a time
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mlx-lm-tiered-compactor", daemon=True)
         self._thread.start()
@@ -58,21 +63,23 @@ class Compactor:
     def _run(self) -> None:
         while not self._closing.wait(self._every):
             try:
-                while not self._busy() and not self._closing.is_set():
-                    if (entry := choose(self._store.catalog, self._long, self._resting)) is None or not self._compact(entry):
+                while not self._busy() and not self._closing.is_set() and self._store.retry_in == 0:
+                    now = time.monotonic()
+                    later = {entry for entry, until in list(self._later.items()) if until > now}
+                    if (entry := choose(self._store.catalog, self._long, self._resting, later)) is None:
                         break
+                    self._later[entry] = now + AGAIN  # it is no reason to leave the others alone
+                    self._compact(entry)
             except Exception as error:  # whatever it is, requests are served without it
                 logger.warning("SSD cache: compaction failed (%s: %s)", type(error).__name__, error)
 
-    def _compact(self, entry: ColdEntry) -> bool:
-        """Whether the chain is one file now."""
+    def _compact(self, entry: ColdEntry) -> None:
         try:
-            return compact(self._store, entry, self._make_way)
-        except DirectoryFull:
-            return False
+            compact(self._store, entry, self._make_way)
+        except DirectoryFull as error:
+            logger.debug("SSD cache: %s stays a chain: %s", entry.path.name, error)
         except OSError as error:
             self._store.write_failed(error)
-            return False
 
     def _make_way(self) -> bool:
         """Wait until no request runs. False when there is no more time at all."""
@@ -82,14 +89,14 @@ class Compactor:
         return not self._closing.is_set()
 
 
-def choose(catalog: Catalog, long: int, resting: float) -> ColdEntry | None:
-    """A chain that is worth it, continued by nothing and not used for `resting` seconds; the longest.
+def choose(catalog: Catalog, long: int, resting: float, but: Collection[ColdEntry] = ()) -> ColdEntry | None:
+    """A chain that is worth it, continued by nothing and not used for `resting` seconds; the longest, and none of `but`.
 
     That is one of `long` files or more, or one whose files hold as many tokens behind
     those that the next one continues as it has itself: a restore reads them too.
     """
     before = time.time_ns() - int(resting * 1e9)
-    worth = [end for end in catalog.ends(2) if len(end.chain) >= long or _unused(end) >= end.length]
+    worth = [end for end in catalog.ends(2) if end not in but and (len(end.chain) >= long or _unused(end) >= end.length)]
     for entry in sorted(worth, key=lambda end: -len(end.chain)):
         try:
             if os.stat(entry.path, follow_symlinks=False).st_mtime_ns < before:
@@ -125,12 +132,14 @@ def compact(store: ColdStore, entry: ColdEntry, go_on: Callable[[], bool] = lamb
                 writer.write(name, piece)
             writer.commit()
             return True
-    except (Lost, Damaged) as error:
+    except (Lost, Damaged, Stale, Continued) as error:
         if writer is not None:
             writer.abort()
         if isinstance(error, Damaged):
             store.damaged(error.entry.path, error.status, error)
-        store.catalog.forget(error.entry.path, error.entry)
+            store.catalog.forget(error.entry.path, error.entry)
+        elif not isinstance(error, Continued):
+            store.gone(error.entry)
         return False
     except BaseException:
         if writer is not None:

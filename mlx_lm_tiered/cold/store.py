@@ -137,8 +137,7 @@ class ColdStore:
             return
         except Lost as error:
             self._tally.add("gone")
-            self._catalog.forget(error.entry.path, error.entry)
-            self._indexing.again(error.entry.path)
+            self.gone(error.entry)
         except Damaged as error:
             self.damaged(error.entry.path, error.status, error)
             self._catalog.forget(error.entry.path, error.entry)
@@ -248,6 +247,11 @@ class ColdStore:
             logger.debug("SSD cache: closing: %s", error)
 
     # Inside
+
+    def gone(self, entry: ColdEntry) -> None:
+        """An entry's file is gone or replaced: forget it, with all that continue it, and look at the file anew."""
+        self._catalog.forget(entry.path, entry)
+        self._indexing.again(entry.path)
 
     def damaged(self, path: Path, status: os.stat_result, error: BadEntry | Damaged) -> None:
         self._tally.add("corrupt")

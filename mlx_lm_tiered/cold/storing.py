@@ -25,6 +25,10 @@ class Unavailable(OSError):
     """The directory failed lately and is not tried again yet."""
 
 
+class Continued(Exception):
+    """Others continue the file that was to be replaced."""
+
+
 class Storing:
     """The writing half of the store. Thread-safe."""
 
@@ -140,21 +144,35 @@ class Storing:
         """A writer for an entry that is stored as a chain and shall be one file, of `meta`. Its use stays when it was.
 
         The chain goes when the file is in place, except what others continue. Evicts
-        nothing: raises DirectoryFull when there is no room beside everything else; and
-        OSError.
+        nothing: raises DirectoryFull when there is no room beside everything else.
+        Raises Stale for an entry that was replaced or is gone, Continued for one that
+        must stay as it is, also from `commit`; and OSError.
         """
         size = file_size(meta)
         path = self._directory.entry_path(meta.fingerprint, meta.namespace, entry.key)
         with self._directory.locked():
+            self._replaceable(entry)
             if self._directory.room() < size:
                 raise DirectoryFull(f"There is no room for {size} bytes more.")
             partial, fd = self._directory.create_partial(size)
-        writer = EntryWriter(
-            partial, fd, meta, entry.key,
-            publish=lambda done: self._publish(done, path, writer, entry.key, None, entry),
-            wrote=lambda size: self._tally.update(written_bytes=size, compacted_bytes=size),
-        )  # fmt: skip
+        try:
+            writer = EntryWriter(
+                partial, fd, meta, entry.key,
+                publish=lambda done: self._publish(done, path, writer, entry.key, None, entry),
+                wrote=lambda size: self._tally.update(written_bytes=size, compacted_bytes=size),
+            )  # fmt: skip
+        except BaseException:
+            _discard(partial, fd)
+            raise
         return writer
+
+    def _replaceable(self, entry: ColdEntry) -> None:
+        """Check that an entry's file is the one that is known, and that nothing continues it, no other process's either. Call with the directory locked."""
+        if inode(entry.path) != entry.inode:
+            raise Stale(entry)
+        _, children = self._directory.family(entry.path.parent)
+        if children[entry.name]:
+            raise Continued(f"{entry.path.name} is continued.")
 
     def _publish(
         self, partial: Path, path: Path, writer: EntryWriter, key: bytes, proof: Continuation | None, instead: ColdEntry | None = None
@@ -162,9 +180,8 @@ class Storing:
         """Put a file in place; `instead` is the entry that it holds anew."""
         meta, size = writer.meta, writer.size
         with self._directory.locked():
-            if instead is not None and inode(instead.path) != instead.inode:
-                partial.unlink(missing_ok=True)  # it was deleted meanwhile, and should not come back
-                return
+            if instead is not None:
+                self._replaceable(instead)  # what was deleted meanwhile should not come back
             if proof is not None:
                 proof.confirm()
             if (there := continued_file(self._directory, self._catalog, path)) is not None:

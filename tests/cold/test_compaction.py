@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
 import time
 
@@ -154,6 +157,48 @@ def test_what_happens_to_the_chain_meanwhile_counts(tmp_path, what):
     else:
         assert again.find(FINGERPRINT, "", token_key(tokens), 80).length == 60
     assert not list((store.root / "tmp").iterdir())
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    store = scanned(tmp_path / "c")
+    tokens = talk(store, 4)
+    entry, before = entry_of(store, tokens), store.stats()["bytes"]
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for at in ("pwrite", "fsync"):
+        open_files = len(os.listdir("/dev/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, at, full)
+            with pytest.raises(OSError, match="No space"):
+                compact(store, entry)
+        assert not list((store.root / "tmp").iterdir()) and len(os.listdir("/dev/fd")) == open_files
+    assert store.storing.measure() == before and same(restore(store, tokens), grown(80))
+
+
+@pytest.mark.parametrize("what", ["continued", "replaced"])
+def test_what_another_process_did_to_a_chain_is_not_written_for_over_and_over(tmp_path, what):
+    """And the other chains have their turn."""
+    store = scanned(tmp_path / "c")
+    longest, other = talk(store, 5, seed=1), talk(store, 4, seed=2)
+    path = entry_of(store, longest).path
+    if what == "continued":
+        more = range(longest.start, longest.stop + 20)
+        save(scanned(store.root), job(more, grown(120, seed=1)))
+    else:
+        os.replace(shutil.copy2(path, tmp_path / "same"), path)
+    compactor = Compactor(store, lambda: False, every=0.01, resting=0.0, long=3)
+    deadline = time.monotonic() + 10
+    while len(entry_of(store, other).chain) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert compactor.close()
+    assert store.stats()["compacted_bytes"] == entry_of(store, other).path.stat().st_size
+    again = scanned(store.root)
+    assert same(restore(again, longest), grown(100, seed=1)) and same(restore(again, other), grown(80, seed=2))
+    if what == "continued":
+        assert same(restore(again, more), grown(120, seed=1))
 
 
 def test_long_chains_that_rest_are_chosen(tmp_path):
