@@ -20,6 +20,8 @@ logger = logging.getLogger("mlx_lm_tiered")
 # While rows decode, the share of one core that reading and hashing may take. All of it goes
 # through the memory that decoding is bound by; the time that a disk takes is free.
 SHARE = 0.25
+# Files that restores hold open together, but for one with more of its own: connections need descriptors, too, and macOS gives a process 256.
+MAX_FILES = 96
 PAUSE = 0.05  # seconds, the longest: after it, look whether rows still decode
 NICENESS = 10  # of the reading thread: where cores are short, decoding comes first
 
@@ -84,8 +86,8 @@ class Restorer:
     """Reads entries in the background. Thread-safe.
 
     Restores in flight take turns, a piece each, so that a large one does not hold up
-    a small one. Together they hold no more than `max_bytes`, one that is larger goes
-    alone; the others wait in order. A restore is in flight until `release`: what was
+    a small one. Together they hold no more than `max_bytes` and `MAX_FILES`, one that is
+    larger goes alone; the others wait in order. A restore is in flight until `release`: what was
     read is memory until a request has it. `open` makes a restore, `decoding` tells
     whether to go slowly, `ready` is called whenever one is done.
     """
@@ -157,8 +159,12 @@ class Restorer:
         """Begin what may begin. Call with the condition held."""
         while self._waiting:
             ticket = self._waiting[0]
-            size = sum(one.nbytes for one in ticket.entry.chain)
+            chain = ticket.entry.chain
+            size = sum(one.nbytes for one in chain)
             if self._held and sum(self._held.values()) + size > self._max_bytes:
+                return
+            reading = [len(other.entry.chain) for other in self._held if not other.done]
+            if reading and sum(reading) + len(chain) > MAX_FILES:
                 return
             self._waiting.popleft()
             self._held[ticket] = size
@@ -212,7 +218,7 @@ class Restorer:
             if ticket.cancelled:
                 ticket.restoring.failed = True
                 self._held.pop(ticket, None)
-                self._admit()
+            self._admit()
         self._ready()
 
 

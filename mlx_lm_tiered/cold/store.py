@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -144,6 +145,8 @@ class ColdStore:
         except OSError as error:
             self._tally.add("read_errors")
             self._log.warn("read", "SSD cache: reading %s failed (%s)", entry.path.name, error, limit=1)
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                return  # nothing is said of the file by that
         except (MemoryError, RuntimeError) as error:  # mlx reports an allocation that fails as a RuntimeError
             self._tally.add("read_errors")
             self._log.warn("memory", "SSD cache: restoring %d tokens failed (%s)", entry.length, error, limit=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -103,6 +105,33 @@ def test_together_they_hold_no_more_than_the_bound_and_a_larger_one_goes_alone(s
     stats = background.stats()
     assert stats["restores_in_flight"] == 2 and stats["restores_in_flight_bytes"] <= bound and stats["restores_waiting"] == 0
     background.close()
+
+
+def test_together_they_open_no_more_files_than_the_bound(store, monkeypatch):
+    """Those that were read to the end hold none, though nobody has taken them yet."""
+    monkeypatch.setattr(restoring, "MAX_FILES", 2)
+    reads = Reads(store)
+    background = restorer(reads)
+    before = len(os.listdir("/dev/fd"))
+    tickets = [background.start(entry(store, seed)) for seed in range(3)]
+    until(lambda: len(os.listdir("/dev/fd")) > before)
+    assert background.stats()["restores_in_flight"] == 2 and background.stats()["restores_waiting"] == 1
+    reads.go.set()
+    until(lambda: all(ticket.done for ticket in tickets))
+    assert not any(ticket.restoring.failed for ticket in tickets) and len(os.listdir("/dev/fd")) == before
+    background.close()
+
+
+def test_a_process_without_descriptors_left_forgets_no_entry(store, monkeypatch):
+    real = os.open
+
+    def none_left(*args, **options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", none_left)
+    assert store.restore(entry(store, 0)) is None
+    monkeypatch.setattr(os, "open", real)
+    assert same(store.restore(entry(store, 0)), plain(3000, seed=0, dim=64))
 
 
 def test_a_cancelled_restore_ends_and_lets_the_next_begin(store):
