@@ -48,7 +48,7 @@ def json_object(value: Any, what: str) -> dict[str, Any]:
 
 
 def parse_json(source: str | bytes) -> Any:
-    """JSON without duplicate keys, NaN, or nesting beyond `MAX_NESTING`."""
+    """JSON without duplicate keys, NaN, text that no encoding has, or nesting beyond `MAX_NESTING`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -63,12 +63,25 @@ def parse_json(source: str | bytes) -> Any:
         value = json.loads(source, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise BadEntry("The header is not sound JSON.") from error
+    if not encodable(value):
+        raise BadEntry("The header holds half a character.")
     level = [value]
     for _ in range(MAX_NESTING):
         level = [x for item in level for x in _children(item)]
+        if not all(map(encodable, level)):
+            raise BadEntry("The header holds half a character.")
         if not level:
             return value
     raise BadEntry("The header is nested too deeply.")
+
+
+def encodable(value: Any) -> bool:
+    """Whether a string, or the keys of an object, can be printed, hashed and stored: JSON may hold surrogates alone, which cannot."""
+    texts = value if isinstance(value, dict) else (value,)
+    try:
+        return all(text.isascii() or text.encode() is not None for text in texts if isinstance(text, str))
+    except UnicodeEncodeError:
+        return False
 
 
 def _children(item: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from . import format as fmt
-from .checking import BadEntry, ForeignEntry
+from .checking import BadEntry, ForeignEntry, encodable
 from .meta import TOKENS, Meta
 
 AT_ONCE = 16 << 10  # bytes read first: most headers are shorter
@@ -55,7 +55,7 @@ def read_summary(fd: int, size: int) -> tuple[Meta, str, int, str]:
             raise BadEntry("The header contradicts itself or the file's size.")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, StopIteration, RecursionError) as error:
         raise BadEntry("The header is not that of an entry.") from error
-    if not all(isinstance(text, str) for text in (meta.fingerprint, meta.namespace, meta.role, sums)):
+    if not all(isinstance(text, str) and encodable(text) for text in (meta.fingerprint, meta.namespace, meta.role, sums)):
         raise BadEntry("The metadata holds something that is not a string.")
     return meta, checksum, length, sums
 

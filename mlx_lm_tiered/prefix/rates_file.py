@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -18,6 +17,7 @@ logger = logging.getLogger("mlx_lm_tiered")
 NAME = "rates.json"  # in the cache directory
 MAX_BYTES = 32 << 10
 MAX_MODELS = 8
+LEAST = 1e-9  # seconds: nothing that is measured takes less, and quotients of less leave a float's range
 ORPHANED = 60.0  # seconds after which a temporary file has no writer any more
 _FINGERPRINT = re.compile(r"[0-9a-f]{16,128}")
 
@@ -85,4 +85,4 @@ def _count(value: Any) -> bool:
 
 
 def _seconds(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and 0 < value < 1e11
+    return type(value) in (int, float) and LEAST <= value < 1e11

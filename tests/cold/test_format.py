@@ -265,6 +265,24 @@ def test_hostile_headers_are_refused(tmp_path, case):
     refused(tmp_path / "x", sealed(table, body))
 
 
+@pytest.mark.parametrize(
+    ("place", "text"), [("namespace", "\ud800"), ("role", "\ud800"), ("provenance", '{"mlx":"\\ud800"}'), ("provenance", '{"\\ud800":"mlx"}')]
+)
+def test_half_a_character_is_refused_and_a_scan_outlives_it(tmp_path, place, text):
+    """Text that no encoding has can be neither hashed nor printed."""
+    save(scanned(tmp_path / "c"), job(range(20), plain(20)))
+    table, body = hostile_table()
+    table[M]["checksums"] = fmt.digest(body[:8]) + fmt.digest(body[8:])
+    poke(table, M, place, value=text)
+    hostile = tmp_path / "c" / "v1" / FINGERPRINT / f"{0:032x}.safetensors"
+    hostile.write_bytes(sealed(table, body))
+    with pytest.raises(BadEntry), open_entry(hostile):
+        pass
+    store = scanned(tmp_path / "c")
+    assert store.find(FINGERPRINT, "", token_key(range(20)), 20).length == 20
+    assert store.stats()["scans"][FINGERPRINT]["scanned"] == 2
+
+
 def test_the_unchanged_header_is_accepted_up_to_its_sums(tmp_path):
     """Else the cases above would prove nothing."""
     table, body = hostile_table()

@@ -104,7 +104,8 @@ SOUND = json.dumps({"version": 1, "models": {MODEL: {"chunks": [[0, 10, 0.1]] * 
         damaged(lambda c: c | {"models": {"../x": c["models"][MODEL]}}),
         damaged(lambda c: c | {"models": {MODEL: {"chunks": [[0, 10]], "restores": []}}}),
         damaged(lambda c: c | {"models": {MODEL: {"chunks": [[0, 0, 1], [0, -1, 1], [0, 1, 0], [0, 1, "1"], [True, 1, 1]], "restores": []}}}),
-        SOUND.replace("0.1", "NaN").encode(), SOUND.replace("0.1", "1e999").encode(), SOUND.replace("0.1", "-1").encode(),
+        SOUND.replace("0.1", "NaN").encode(), SOUND.replace("0.1", "1e999").encode(), SOUND.replace("0.1", "-1").encode(), SOUND.replace("0.1", "1e-300").encode(),
+        SOUND.replace("0.1", "1" + "0" * 400).encode(),
     ],
 )  # fmt: skip
 def test_an_unsound_file_is_no_measurement(tmp_path: Path, content: bytes):
