@@ -37,14 +37,8 @@ def _cut_arrays(cache: Any, n: int, slots: int) -> tuple[mx.array, mx.array]:
     return cache.keys[..., :slots, :], cache.values[..., :slots, :]
 
 
-class PlainKind(_Tokens):
-    """KVCache: grows in steps, so slots behind `offset` are slack."""
-
-    name = "kv"
-    class_name = "mlx_lm.models.cache.KVCache"
-
-    def signature(self, cache: Any) -> str:
-        return "kv:plain"
+class _FromFirst(_Tokens):
+    """Caches that keep every token, the first one in the first slot."""
 
     def stays_cuttable(self, cache: Any) -> bool:
         return True
@@ -53,16 +47,9 @@ class PlainKind(_Tokens):
         lent = type(cache)()
         if self.empty(cache) or n == 0:
             return lent
-        capacity = cache.keys.shape[TOKEN_AXIS]
         lent.offset = cache.offset if n is None else n
-        slots = capacity if n is None else room(n, cache.step, capacity)
-        lent.keys, lent.values = _cut_arrays(cache, lent.offset, slots)
+        lent.keys, lent.values = _cut_arrays(cache, lent.offset, self._slots(cache, n))
         return lent
-
-    def dump(self, cache: Any) -> Dump:
-        if self.empty(cache):
-            return Dump({"offset": 0}, {})
-        return Dump({"offset": cache.offset}, _token_tensors(cache, cache.offset))
 
     def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
         reader = Reader(self.name, fields, arrays, self.elements)
@@ -70,8 +57,35 @@ class PlainKind(_Tokens):
         cache.offset = reader.integer("offset")
         if cache.offset:
             cache.keys, cache.values = reader.keys_and_values(cache.offset)
+            self._check(reader, cache)
         reader.end()
         return cache
+
+    def _slots(self, cache: Any, n: int | None) -> int:
+        """How many slots go with `n` tokens, or all, that are lent."""
+        raise NotImplementedError
+
+    def _check(self, reader: Reader, cache: Any) -> None:
+        """Refuse loaded arrays that such a cache cannot have."""
+
+
+class PlainKind(_FromFirst):
+    """KVCache: grows in steps, so slots behind `offset` are slack."""
+
+    name = "kv"
+    class_name = "mlx_lm.models.cache.KVCache"
+
+    def signature(self, cache: Any) -> str:
+        return "kv:plain"
+
+    def _slots(self, cache: Any, n: int | None) -> int:
+        capacity = cache.keys.shape[TOKEN_AXIS]
+        return capacity if n is None else room(n, cache.step, capacity)
+
+    def dump(self, cache: Any) -> Dump:
+        if self.empty(cache):
+            return Dump({"offset": 0}, {})
+        return Dump({"offset": cache.offset}, _token_tensors(cache, cache.offset))
 
     def row(self, cache: Any) -> Any | None:
         row = BatchKVCache([0])
@@ -86,7 +100,7 @@ class PlainKind(_Tokens):
         return row
 
 
-class ConcatenateKind(_Tokens):
+class ConcatenateKind(_FromFirst):
     """ConcatenateKVCache: no slack.
 
     Upstream's `trim` lowers `offset` alone and the next update appends behind the
@@ -99,16 +113,8 @@ class ConcatenateKind(_Tokens):
     def signature(self, cache: Any) -> str:
         return "kv:concat"
 
-    def stays_cuttable(self, cache: Any) -> bool:
-        return True
-
-    def lend(self, cache: Any, n: int | None = None) -> Any:
-        lent = type(cache)()
-        if self.empty(cache) or n == 0:
-            return lent
-        lent.offset = cache.offset if n is None else n
-        lent.keys, lent.values = _cut_arrays(cache, lent.offset, lent.offset)
-        return lent
+    def _slots(self, cache: Any, n: int | None) -> int:
+        return cache.offset if n is None else n
 
     def dump(self, cache: Any) -> Dump:
         if self.empty(cache):
@@ -116,16 +122,9 @@ class ConcatenateKind(_Tokens):
         tensors = _token_tensors(cache, cache.offset)
         return Dump({"offset": cache.offset}, {name: Tensor(t.array) for name, t in tensors.items()})
 
-    def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
-        reader = Reader(self.name, fields, arrays)
-        cache = self.cache_class()()
-        cache.offset = reader.integer("offset")
-        if cache.offset:
-            cache.keys, cache.values = reader.keys_and_values(cache.offset)
-            if cache.keys.shape[TOKEN_AXIS] != cache.offset:
-                raise reader.fault("it has slots without tokens")
-        reader.end()
-        return cache
+    def _check(self, reader: Reader, cache: Any) -> None:
+        if cache.keys.shape[TOKEN_AXIS] != cache.offset:
+            raise reader.fault("it has slots without tokens")
 
 
 class ChunkedKind(_Tokens):
