@@ -14,7 +14,7 @@ import time
 import pytest
 
 from support.models import document
-from support.server import Server, ServerFailed, stock, tiered, tiered_flags, user
+from support.server import Server, stock, tiered, tiered_flags, user
 
 LONG = 3000
 
@@ -137,7 +137,7 @@ def test_19_a_flipped_bit_is_a_miss_and_the_file_is_quarantined(tiny_llama, cach
     assert log.count("quarantine") <= 3
 
 
-@pytest.mark.parametrize("kill_after", [0.0, 0.02, 0.05, 0.1, 0.2, 0.4])
+@pytest.mark.parametrize("kill_after", [0.0, 0.05, 0.2])
 def test_20_killed_while_saving(tiny_llama, cache_dir, tmp_path, kill_after):
     question = document(LONG)
     with tiered(tiny_llama, cache_dir, log=tmp_path / "first.log", env={"MLX_LM_TIERED_WRITEBEHIND": "0"}) as server:
@@ -260,6 +260,12 @@ def test_two_servers_share_a_directory(tiny_llama, cache_dir, tmp_path):
 
 def test_a_port_in_use_ends_as_on_stock(tiny_llama, cache_dir, tmp_path):
     with tiered(tiny_llama, cache_dir, log=tmp_path / "a") as a:
-        with pytest.raises(ServerFailed):
-            Server(tiny_llama, tmp_path / "b", [*tiered_flags(cache_dir), "--port", str(a.port)], start_timeout=20)
+        b = Server(tiny_llama, tmp_path / "b", [*tiered_flags(cache_dir), "--port", str(a.port)], wait=False)
+        try:
+            deadline = time.monotonic() + 60
+            while "Address already in use" not in b.log() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert "Address already in use" in b.log()
+        finally:
+            b.kill()
         assert ask(a, "hi").completion_tokens > 0
