@@ -91,12 +91,19 @@ def _device(report: Report) -> None:
     try:
         report.facts["device"] = versions.device()
         on_cpu = versions.on_cpu()
+        report.facts["decode_kernels"] = _decode_kernels()
     except Exception as error:  # A broken mlx fails in its own ways; all mean the same here.
-        report.facts["device"] = None
+        report.facts["device"] = report.facts["decode_kernels"] = None
         report.problems.append(f"mlx does not load ({error}); on Linux install mlx-lm-tiered[cpu], [cuda12] or [cuda13]")
         return
     if on_cpu and sys.platform.startswith("linux") and not openblas.find():
         report.warnings.append(openblas.INSTALL_HINT)
+
+
+def _decode_kernels() -> bool:
+    from .kernels.choice import available
+
+    return available()
 
 
 def _cache(report: Report, root: Path) -> dict[str, Any]:
@@ -152,6 +159,8 @@ def describe(report: Report) -> str:
     machine = facts["machine"]
     lines.append(f"machine    {machine['platform']}, {machine['cores']} cores, {format_size(machine['memory_bytes'])}")
     lines.append(f"device     {facts['device'] or 'mlx does not load'}")
+    if facts["decode_kernels"] is not None:
+        lines.append(f"kernels    decode attention over quantized KV: {'each is tested at its first use' if facts['decode_kernels'] else 'none for this device'}")
     if sys.platform.startswith("linux"):
         lines.append(f"OpenBLAS   {machine['openblas'] or 'not installed'}")
     lines += [f"plugin     {p['name']} ({p['package']} {p['version']})" for p in facts["plugins"]]

@@ -112,7 +112,7 @@ class Runtime:
         if self._scheme is None and not self._spec.plain:
             from .schemes.scheme import Scheme
 
-            self._scheme = Scheme(self._spec, self.statistics)
+            self._scheme = Scheme(self._spec, self.statistics, self.settings.kernels)
         return self._scheme
 
     def model_loaded(self, source: ModelSource) -> None:

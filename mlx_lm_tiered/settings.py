@@ -115,6 +115,11 @@ class Settings:
         None, parse, "How KV is stored: bf16 (the model's own precision), affine:BITS[:GROUP][@START] or config[:PATH].",
         shown="bf16, or what mlx-lm's --kv-bits say", metavar="SCHEME",
     )  # fmt: skip
+    kernels: str = _setting(
+        "auto", one_of("auto", "off"),
+        "Decode attention over quantized KV by a kernel of the plugin's: auto (where the device has one and its self-test passes) or off.",
+        shown="auto", metavar="WHEN",
+    )  # fmt: skip
     ssd_cache: Path | None = _setting(
         None, parse_directory, "Directory of the SSD tier; it is made if need be.", shown="off", metavar="DIR"
     )

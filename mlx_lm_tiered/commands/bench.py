@@ -68,7 +68,11 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     start_up.add_argument("--repeats", type=positive, default=40, metavar="R", help="starts with and without it (default: 40)")
     start_up.set_defaults(run=run_bench_start_up)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, guard, restoring, start_up):
+    kernels = benches.add_parser("kernels", help="decode attention on a GPU: self-test, microseconds a step, steps of a whole model")
+    kernels.add_argument("parts", nargs="*", metavar="PART", help="of self-test, steps, sweep, model (default: all but sweep)")
+    kernels.add_argument("--sweep", action="store_true", help="also measure every way to cut up the work")
+    kernels.set_defaults(run=run_bench_kernels)
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, guard, restoring, start_up, kernels):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -176,6 +180,23 @@ def run_bench_schemes(args: argparse.Namespace) -> int:
     if result:
         print(report.table(result["rows"]))
     return code
+
+
+def run_bench_kernels(args: argparse.Namespace) -> int:
+    from ..bench import kernels, report
+    from ..kernels.choice import available
+
+    if not available():
+        return say("decode kernels need a GPU that mlx reaches by CUDA", 2)
+    parts = [*(args.parts or ["self-test", "steps", "model"]), *(["sweep"] if args.sweep else [])]
+    unknown = sorted(set(parts) - set(kernels.PARTS))
+    if unknown:
+        return say(f"no part {unknown[0]}: there are {', '.join(kernels.PARTS)}", 2)
+    result: dict[str, Any] = {"bench": "kernels"}
+    for part in dict.fromkeys(parts):
+        result[part] = kernels.part(part)
+    report.write(result, args.json)
+    return int(any(not row["ok"] for row in result.get("self-test", ())))
 
 
 def run_bench_start_up(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..kernels.choice import Kernels
 from .caches import Triple
 from .mixed import Rows
 
@@ -24,7 +25,7 @@ LARGE = 1 << 19
 SMALLEST_TILE, LARGEST_TILE = 256, 4096
 
 
-def build(upstream: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def build(upstream: Callable[..., mx.array], kernels: Kernels | None = None) -> Callable[..., mx.array]:
     """What stands in for `upstream`, mlx-lm's quantized_scaled_dot_product_attention: the same parameters, and `sinks`."""
 
     def attend(
@@ -32,6 +33,10 @@ def build(upstream: Callable[..., mx.array]) -> Callable[..., mx.array]:
     ) -> mx.array:
         if isinstance(q_keys, Rows):
             return q_keys.attend(attend, queries, q_values, scale, mask, sinks)
+        if kernels is not None:
+            done = kernels.attend(queries, q_keys, q_values, scale, mask, sinks, bits, group_size)
+            if done is not None:
+                return done
         if sinks is None and _upstreams(queries, q_values, group_size):
             return upstream(queries, q_keys, q_values, scale=scale, mask=mask, group_size=group_size, bits=bits)
         keys, values = (Triple.of(side, bits, group_size) for side in (q_keys, q_values))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..kernels.choice import Kernels
 from ..statistics import Statistics
 from . import attention, mixed, plan
 from .convert import SINGLE, convert, convert_rows, leaves
@@ -23,10 +24,11 @@ _ATTRIBUTE = "_mlx_lm_tiered_kv_plan"
 class Scheme:
     """One for a start. A model that cannot be given the scheme keeps full precision, with one warning."""
 
-    def __init__(self, spec: Spec, statistics: Statistics):
+    def __init__(self, spec: Spec, statistics: Statistics, kernels: str = "auto"):
         self.spec = spec
         self.start = spec.start
         self._statistics = statistics
+        self._kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text))
         self.conversions = 0
         self.plans: dict[Path | None, Plan | None] = {}  # the latest of each model, by directory; None where the scheme is off
 
@@ -86,7 +88,7 @@ class Scheme:
 
     def attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         """What stands in for mlx-lm's quantized attention."""
-        return attention.build(upstream)
+        return attention.build(upstream, self._kernels)
 
     def report(self, entries: Sequence[Any]) -> dict[str, Any]:
         """What `/stats` shows: of stored `entries` with a plan, the bytes they should take and those they do, room for growth included."""
@@ -94,6 +96,8 @@ class Scheme:
         return {
             "scheme": str(self.spec),
             "conversions": self.conversions,
+            "kernels": self._kernels.state,
+            "kernels_failed": self._kernels.failed,
             "predicted_bytes": sum(found.bytes_at(entry.length) for entry, found in planned),
             "actual_bytes": sum(entry.nbytes for entry, _ in planned),
             "bytes_per_1000_tokens": {path.name: found.bytes_at(1000) for path, found in self.plans.items() if path and found is not None},

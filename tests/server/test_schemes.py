@@ -77,13 +77,15 @@ def test_6_and_12_upstreams_flags_on_gemma(tiny_gemma3, cache_dir, tmp_path):
 
 
 def test_4_quantized_caches_with_a_draft_model(tiny_llama, cache_dir, tmp_path):
-    flags = ["--draft-model", str(tiny_llama), "--num-draft-tokens", "3", "--kv-scheme", "affine:8:32"]
+    flags = ["--draft-model", str(tiny_llama), "--num-draft-tokens", "3", "--kv-scheme", "affine:8:32", "--kernels", "off"]
     with tiered(tiny_llama, None, "--prompt-cache-bytes", "0", "--kv-scheme", "affine:8:32", log=tmp_path / "plain") as server:
         expected = [ask(server, text).tokens for text in TEXTS]
+        assert server.stats()["kv"]["kernels"] in ("none for this device", "on")
     with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "drafted") as server:
         assert [ask(server, text).tokens for text in TEXTS * 2] == expected * 2
         assert ask(server, TEXTS[0]).cached_tokens > 100
-        assert server.stats()["faults"] == {}
+        stats = server.stats()
+        assert stats["faults"] == {} and stats["kv"]["kernels"] == "off" and stats["kv"]["kernels_failed"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Attention of a decode step over quantized KV, read in place from the cache's own buffers: one kernel body, in CUDA and in plain C++."""

@@ -1,0 +1,104 @@
+"""The kernels' text as plain C++, compiled by the system's compiler and run over NumPy's view of the very arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_lm_tiered.kernels import source
+from mlx_lm_tiered.kernels.decode import INPUTS
+
+TYPES = {mx.float32: "float", mx.bfloat16: "bf16", mx.float16: "half"}
+POINTERS = {"q": "T", "kp": "u32", "vp": "u32", "mask": "bool", "scale": "float"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is compiled for: the template arguments of `decode`."""
+
+    bits: int
+    group_size: int
+    dim: int
+    each: int = 4
+    kv_heads: int = 2
+    warps: int = 2
+    masked: bool = False
+    queries: mx.Dtype = mx.float32
+    scales: mx.Dtype = mx.float32
+
+
+def text(shapes: list[Shape]) -> str:
+    """One translation unit with `parts_N` and `merge_N` for each shape."""
+    out = [(Path(__file__).parent / "plain.inc").read_text(), source.text("common.inc"), "}\nusing namespace decode_attention;\n"]
+    out.append("static struct { const void* in[9]; const long* strides[9]; const int* kp_shape; float* parts[3]; void* out; } args;\n")
+    for number, s in enumerate(shapes):
+        types = f"using T = {TYPES[s.queries]}; using S = {TYPES[s.scales]}; constexpr int D = {s.dim};\n"
+        constants = {"BITS": s.bits, "GS": s.group_size, "G": s.each, "HK": s.kv_heads, "W": s.warps, "MASKED": int(s.masked)}
+        out.append(f"static void parts_body_{number}() {{\n{types}")
+        out += [f"constexpr int {name} = {value};\n" for name, value in constants.items()]
+        out += [
+            f"const auto* {name} = (const {POINTERS.get(name, 'S')}*)args.in[{i}]; [[maybe_unused]] const long* {name}_strides = args.strides[{i}];\n"
+            for i, name in enumerate(INPUTS)
+        ]
+        out.append("const int* kp_shape = args.kp_shape; float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
+        out.append(f"{source.text('decode.body')}}}\nstatic void merge_body_{number}() {{\n{types}T* out = (T*)args.out;\n")
+        out.append("const int po_shape[] = {0, args.kp_shape[0]}; const float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
+        out.append(f"{source.text('merge.body')}}}\n")
+    out.append('extern "C" void run(int which, int merge, const void** in, const long** strides, const int* kp_shape, float** parts, void* out,')
+    out.append(" const int* grid, int threads) {\nstatic void (*bodies[])() = {")
+    out += [f"parts_body_{number}, merge_body_{number}, " for number in range(len(shapes))]
+    out.append("""};
+for (int i = 0; i < 9; ++i) { args.in[i] = in[i]; args.strides[i] = strides[i]; }
+for (int i = 0; i < 3; ++i) args.parts[i] = parts[i];
+args.kp_shape = kp_shape; args.out = out; fibers::blocks = grid[0];
+for (int z = 0; z < grid[2]; ++z) for (int y = 0; y < grid[1]; ++y) for (int x = 0; x < grid[0]; ++x) {
+  fibers::block[0] = x; fibers::block[1] = y; fibers::block[2] = z;
+  fibers::run_block(bodies[2 * which + merge], threads);
+}
+}
+""")
+    return "".join(out)
+
+
+class Library:
+    """The shapes' kernels, compiled into `directory`."""
+
+    def __init__(self, shapes: list[Shape], directory: Path):
+        self._numbers = {shape: number for number, shape in enumerate(shapes)}
+        (directory / "plain.cpp").write_text(text(shapes))
+        command = ["c++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", "plain.cpp", "-o", "plain.so"]
+        done = subprocess.run(command, check=False, cwd=directory, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        self._run = ctypes.CDLL(str(directory / "plain.so")).run
+
+    def decode(self, shape: Shape, q: mx.array, keys: Any, values: Any, slots: int, scale: float, mask: np.ndarray | None, splits: int) -> np.ndarray:
+        """As `kernels.decode.decode`, over whole buffers of which `slots` are held; in fp32."""
+        arrays = [_view(a) for a in (q, *keys, *values)]
+        rows, heads = q.shape[:2]
+        arrays += [np.ones((1, 1, 1, 1), bool) if mask is None else mask, np.array([scale], np.float32)]
+        strides = [(ctypes.c_long * 4)(*(s // a.itemsize for s in a.strides)) for a in arrays]
+        parts = [np.full(n, np.nan, np.float32) for n in (rows * heads * splits * shape.dim, rows * heads * splits, rows * heads * splits)]
+        out = np.zeros(q.shape, np.uint16 if shape.queries == mx.bfloat16 else np.float16 if shape.queries == mx.float16 else np.float32)
+
+        def call(merge: int, first: int, second: int, grid: tuple[int, int, int], threads: int) -> None:
+            dims = (ctypes.c_int * 3)(first, 0, second)
+            self._run(
+                self._numbers[shape], merge, (ctypes.c_void_p * 9)(*(a.ctypes.data for a in arrays)),
+                (ctypes.POINTER(ctypes.c_long) * 9)(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_long)) for s in strides)), dims,
+                (ctypes.c_void_p * 3)(*(p.ctypes.data for p in parts)), ctypes.c_void_p(out.ctypes.data), (ctypes.c_int * 3)(*grid), threads,
+            )  # fmt: skip
+
+        call(0, 0, slots, (splits, rows * shape.kv_heads, -(-shape.each // 8)), 32 * shape.warps)
+        call(1, splits, slots, (rows * heads, 1, 1), 4 * shape.dim)
+        return (out.astype(np.uint32) << 16).view(np.float32) if out.dtype == np.uint16 else out.astype(np.float32)
+
+
+def _view(array: mx.array) -> np.ndarray:
+    mx.eval(array)
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
