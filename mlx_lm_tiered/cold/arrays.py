@@ -46,7 +46,7 @@ def to_bytes(array: mx.array) -> memoryview:
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)  # numpy has no bfloat16
     mx.eval(array)
-    view = np.array(array, copy=None if _shared_memory() else True)
+    view = np.array(array, copy=None if shared_memory() else True)
     return memoryview(np.ascontiguousarray(view).reshape(-1).view(np.uint8)).toreadonly()
 
 
@@ -72,7 +72,7 @@ class Landing:
         self._spec = spec
         self._array: mx.array | None = None
         dtype = MLX_DTYPES[spec.dtype]
-        if _shared_memory():
+        if shared_memory():
             self._array = fresh(shape, dtype, beside)
             view = np.array(self._array.view(mx.uint16, stream=mx.cpu) if dtype == mx.bfloat16 else self._array, copy=False)
             if not (view.flags.writeable and view.flags.c_contiguous):
@@ -137,7 +137,7 @@ def _numpy_dtype(name: str) -> Any:
 
 
 @cache
-def _shared_memory() -> bool:
+def shared_memory() -> bool:
     """Whether what numpy writes into an mlx buffer is what mlx then computes with: tried once, with a large and a small buffer.
 
     True on CPUs and on Metal, whose memory is the processor's own, and with mlx for

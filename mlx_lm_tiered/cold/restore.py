@@ -10,6 +10,7 @@ from typing import Any
 from mlx_lm_hooks import Companion
 
 from .. import caches as kinds
+from .arrays import shared_memory
 from .catalog import ColdEntry
 from .checking import BadEntry, ForeignEntry
 from .format import COMPANION
@@ -54,6 +55,7 @@ class Restore:
         self._assembly: Assembly | None = None
         self._meta: Meta | None = None
         self._status: os.stat_result | None = None
+        shared_memory()  # found out on the generation thread: the reader's may have no stream of a GPU
 
     def read(self) -> None:
         """Read everything at once, as fast as it goes. Generation thread only. Raises like `steps`."""

@@ -83,7 +83,7 @@ class Storing:
         meta = replace(meta, fingerprint=parent.fingerprint, length=len(key) // 8, created=time.time_ns())
         try:
             proof = Continuation(Found(parent, parent.length), meta)
-        except Stale as error:
+        except (Stale, FileNotFoundError) as error:
             raise BadEntry(str(error)) from error
         try:
             return self._open(meta, key, proof, partial=True)

@@ -168,6 +168,19 @@ def test_what_cannot_be_written_is_lost_until_the_next_is(store, writer, monkeyp
     assert writer.flush(10) == (0, 0) and same(store.restore(newest(store, one)), row)
 
 
+def test_a_checkpoint_that_another_process_took_away_is_no_fault_of_the_disk(store, writer):
+    """One that was answered there, or evicted: the next checkpoint is whole, and nothing rests."""
+    row, one = Row(), attempt()
+    save(writer, one, row.emit(8))
+    assert writer.flush(10) == (0, 0)
+    for path in files(store):
+        path.unlink()
+    save(writer, one, row.emit(8))
+    assert writer.flush(10) == (0, 1) and store.retry_in == 0 and store.stats()["write_errors"] == 0
+    save(writer, one, row.emit(8))
+    assert writer.flush(10) == (0, 0) and same(store.restore(newest(store, one)), row)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -114,7 +114,7 @@ def test_without_shared_memory_arrays_come_through_copies(tmp_path, monkeypatch)
     """As on CUDA, where numpy cannot look into mlx's buffers."""
     for name, dtype in MLX_DTYPES.items():
         array = random_array(dtype, (2, 5, 4))
-        monkeypatch.setattr(arrays_module, "_shared_memory", lambda: False)
+        monkeypatch.setattr(arrays_module, "shared_memory", lambda: False)
         _, back = read(write(tmp_path / "x", {"a": array}, grow={"a": 1}))
         monkeypatch.undo()
         assert back["a"].dtype == dtype, name
