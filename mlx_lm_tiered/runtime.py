@@ -271,7 +271,7 @@ class Runtime:
         from .saving import Saver
         from .storage import Storage
 
-        self.storage = Storage(self.settings, self.statistics, self._busy, self._decoding, self._wake, restoring_bytes)
+        self.storage = Storage(self.settings, self.statistics, self._busy, self._decoding, self._wake, restoring_bytes, self.guard.spare)
         self._saver = Saver(self.storage, lambda: list(self._caches), self._wake, self._alive)
 
     def _min_tokens(self, serves: Serves) -> int:

@@ -27,7 +27,8 @@ class Storage:
     """Store, queue, tier, and the threads that read and write beside the engine.
 
     `busy` and `decoding` say what the engine does, `wake` asks it for idle turns;
-    `restoring_bytes` bounds what is read in the background.
+    `restoring_bytes` bounds what is read in the background, and so does `spare`, the
+    bytes that memory has left.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Storage:
         decoding: Callable[[], bool],
         wake: Callable[[], None],
         restoring_bytes: int,
+        spare: Callable[[], float],
     ):
         directory = settings.ssd_cache
         assert directory is not None
@@ -58,7 +60,7 @@ class Storage:
                 self.store, self.identities, statistics, decoding, settings.generation_checkpoint, settings.ssd_queue - share
             )
         self._compactor = Compactor(self.store, lambda: busy() or self.queue.pending > 0)
-        self.restorer = Restorer(self.store.restoring, decoding, wake, restoring_bytes)
+        self.restorer = Restorer(self.store.restoring, decoding, wake, restoring_bytes, spare)
         self._rates = Rates(directory / rates_file.NAME)
         self.store.on_restored = self._rates.restored
         self.tier = SsdTier(self.store, self.queue, self.identities, statistics, Chooser(self._rates, settings.ssd_restore))

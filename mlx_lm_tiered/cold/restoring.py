@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -87,18 +88,25 @@ class Restorer:
 
     Restores in flight take turns, a piece each, so that a large one does not hold up
     a small one. Together they hold no more than `max_bytes` and `MAX_FILES`, one that is
-    larger goes alone; the others wait in order. A restore is in flight until `release`: what was
+    larger goes alone; the others wait in order. Where `spare()`, the bytes that memory has
+    left, is too little, they go one by one. A restore is in flight until `release`: what was
     read is memory until a request has it. `open` makes a restore, `decoding` tells
     whether to go slowly, `ready` is called whenever one is done.
     """
 
     def __init__(
-        self, open_: Callable[[ColdEntry], Restoring], decoding: Callable[[], bool], ready: Callable[[], None], max_bytes: int
+        self,
+        open_: Callable[[ColdEntry], Restoring],
+        decoding: Callable[[], bool],
+        ready: Callable[[], None],
+        max_bytes: int,
+        spare: Callable[[], float] = lambda: math.inf,
     ):
         self._open = open_
         self._decoding = decoding
         self._ready = ready
         self._max_bytes = max_bytes
+        self._spare = spare
         self._condition = threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._turns: deque[Ticket] = deque()
@@ -161,7 +169,7 @@ class Restorer:
             ticket = self._waiting[0]
             chain = ticket.entry.chain
             size = sum(one.nbytes for one in chain)
-            if self._held and sum(self._held.values()) + size > self._max_bytes:
+            if self._held and (sum(self._held.values()) + size > self._max_bytes or size > self._spare()):
                 return
             reading = [len(other.entry.chain) for other in self._held if not other.done]
             if reading and sum(reading) + len(chain) > MAX_FILES:

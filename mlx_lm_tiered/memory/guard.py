@@ -7,6 +7,7 @@ Everything here is called on the generation thread, once per request and once ev
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -125,6 +126,10 @@ class MemoryGuard:
             f"{format_size(limit)} are in use (--memory-budget); try again later",
             RETRY_AFTER,
         )
+
+    def spare(self) -> float:
+        """Bytes of the budget that are left, as far as is known by now. Any thread."""
+        return math.inf if self._limit is None else self._limit - live()
 
     def report(self) -> dict[str, Any]:
         """For `/stats`. Any thread."""

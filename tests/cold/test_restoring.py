@@ -107,6 +107,19 @@ def test_together_they_hold_no_more_than_the_bound_and_a_larger_one_goes_alone(s
     background.close()
 
 
+def test_where_memory_is_short_they_go_one_by_one(store):
+    reads = Reads(store)
+    background = Restorer(reads.open, lambda: False, reads.done, LARGE, spare=lambda: 0)
+    tickets = [background.start(entry(store, seed)) for seed in range(3)]
+    reads.go.set()
+    for place, ticket in enumerate(tickets):
+        until(lambda ticket=ticket: ticket.done)
+        stats = background.stats()
+        assert (stats["restores_in_flight"], stats["restores_waiting"]) == (1, 2 - place) and not ticket.restoring.failed
+        background.release(ticket)
+    background.close()
+
+
 def test_together_they_open_no_more_files_than_the_bound(store, monkeypatch):
     """Those that were read to the end hold none, though nobody has taken them yet."""
     monkeypatch.setattr(restoring, "MAX_FILES", 2)
