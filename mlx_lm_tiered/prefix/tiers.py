@@ -13,6 +13,7 @@ from mlx_lm_hooks import Companion, ModelSource, Taken
 from .. import caches as kinds
 from ..index.keys import token_key
 from ..statistics import Statistics
+from .agreeing import agreeing
 from .demotion import Demotion
 from .preparing import Preparation, Preparations
 from .ram import Entry, RamTier, usable_length
@@ -251,7 +252,7 @@ class TieredPrefixCache:
     def _put(
         self, source: ModelSource, tokens: Sequence[int], caches: list[Any], role: str, companion: Companion | None = None
     ) -> None:
-        caches, held = self._agreeing(tokens, caches)
+        caches, held = agreeing(tokens, caches, self._statistics)
         if held == 0:
             return
         key = token_key(tokens[:held])
@@ -270,25 +271,6 @@ class TieredPrefixCache:
             return
         if self._writebehind:
             self._save(entry)
-
-    def _agreeing(self, tokens: Sequence[int], caches: list[Any]) -> tuple[list[Any], int]:
-        """The caches, and how many of `tokens` they hold: the door where key length and cache offset must agree.
-
-        Upstream's speculative path stores a key that is one longer than its caches,
-        whose lengths differ by one between the models. They hold the key's first
-        tokens, so what they agree on is kept; what cannot be cut to it is refused.
-        """
-        parts = [(cache, kinds.kind_of(cache)) for cache in caches]
-        lengths = [kind.length(cache) for cache, kind in parts]
-        counted = [n for n in lengths if n is not None]
-        held = min([len(tokens), *counted])
-        if held == len(tokens) and all(n == held for n in counted):
-            return caches, held
-        if held == 0 or not all(n == held or kind.can_cut(cache, held) for (cache, kind), n in zip(parts, lengths, strict=True)):
-            self._statistics.fault("length_mismatch", f"caches of {sorted(set(counted))} tokens came with a key of {len(tokens)}; not stored")
-            return caches, 0
-        self._statistics.count("keys_shortened")
-        return [cache if n == held else kind.lend(cache, held) for (cache, kind), n in zip(parts, lengths, strict=True)], held
 
     def _evicted(self, entry: Entry) -> None:
         if self._ssd is not None and not self._ssd.covers(entry):
