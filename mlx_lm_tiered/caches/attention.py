@@ -30,7 +30,7 @@ class _Tokens(Kind):
         return total_nbytes((cache.keys, cache.values))
 
 
-def _cut_arrays(cache: Any, n: int, slots: int) -> tuple[mx.array, mx.array]:
+def _cut_arrays(cache: Any, slots: int) -> tuple[mx.array, mx.array]:
     """New handles; views of the first `slots` where that is less than all."""
     if slots >= cache.keys.shape[TOKEN_AXIS]:
         return share(cache.keys), share(cache.values)
@@ -48,7 +48,7 @@ class _FromFirst(_Tokens):
         if self.empty(cache) or n == 0:
             return lent
         lent.offset = cache.offset if n is None else n
-        lent.keys, lent.values = _cut_arrays(cache, lent.offset, self._slots(cache, n))
+        lent.keys, lent.values = _cut_arrays(cache, self._slots(cache, n))
         return lent
 
     def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
@@ -151,7 +151,7 @@ class ChunkedKind(_Tokens):
         lent.start_position = cache.start_position
         held = lent.offset - lent.start_position
         slots = capacity if n is None else room(held, cache.step, capacity)
-        lent.keys, lent.values = _cut_arrays(cache, held, slots)
+        lent.keys, lent.values = _cut_arrays(cache, slots)
         return lent
 
     def dump(self, cache: Any) -> Dump:

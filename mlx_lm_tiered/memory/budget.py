@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -46,10 +47,8 @@ def device_limits() -> tuple[int | None, int | None]:
 def machine_memory(limits: tuple[Path, ...] = _LIMITS) -> int | None:
     """Physical memory, or the control group's limit when that is smaller; None when neither can be read."""
     found = []
-    try:
+    with suppress(ValueError, OSError):  # the limits below may still be known
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError):
-        pass  # the limits below may still be known
     for path in limits:
         try:
             text = path.read_text().strip()

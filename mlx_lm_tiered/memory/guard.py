@@ -74,7 +74,7 @@ class MemoryGuard:
             )
         scheme = request.source.kv_scheme if request.source is not None else "plain"
         chunk = min(request.step, len(request.tokens) - request.cached)
-        workspace = self._workspace_for(chunk, footprint, scheme)
+        workspace = self._workspace_for(chunk, footprint)
         whole = footprint.nbytes(len(request.tokens), request.step, scheme)
         if footprint.weights + whole + workspace > limit:
             return self._refuse(
@@ -185,7 +185,7 @@ class MemoryGuard:
         there = batch(request.decoding) + sum(footprint.nbytes(held, request.step, scheme) for _, held in request.waiting if held)
         return max(batch(ends) - there, 0)
 
-    def _workspace_for(self, chunk: int, footprint: Footprint, scheme: str) -> int:
+    def _workspace_for(self, chunk: int, footprint: Footprint) -> int:
         """Bytes that computing a chunk of a prompt takes beside its caches."""
         if self._workspace is None:
             return FIRST_GUESS * int(footprint.per_token * chunk)

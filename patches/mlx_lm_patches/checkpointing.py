@@ -65,7 +65,7 @@ class Following:
             self._runtime.fault("ending a checkpointed request", error)
 
 
-def asked(runtime: Runtime, generator: Any, request: Any, args: Any, result: Any) -> None:
+def asked(runtime: Runtime, generator: Any, args: Any, result: Any) -> None:
     """Note a request that was tokenized with `result`."""
     forget(runtime)
     if not runtime.active:

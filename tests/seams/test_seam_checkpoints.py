@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from test_seam_server import arguments, wait_for
+from support.waiting import until
+from test_seam_server import arguments
 from witness import Witness
 
 from mlx_lm_hooks import Admission, GenerationState, Invocation, Refused, hookimpl
@@ -206,7 +207,7 @@ def test_what_goes_on_is_admitted_with_what_it_holds(tiny_llama, seed):
         keeper.resume, keeper.refuses, before = 20, True, len(keeper.admitted)
         with pytest.raises(Refused, match="full"):
             ask(generator, args)
-        wait_for(lambda: (gc.collect(), keeper.caches() is None)[1])
+        until(lambda: (gc.collect(), keeper.caches() is None)[1])
         keeper.refuses = False
         assert ask(generator, args) == whole
         for request in keeper.admitted[before:]:

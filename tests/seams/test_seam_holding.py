@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.models import TINY
-from test_seam_server import ask, serving, wait_for
+from support.waiting import until
+from test_seam_server import ask, serving
 from witness import Prefixes
 
 from mlx_lm_patches.mailbox import give_up
@@ -73,16 +74,16 @@ def test_those_that_decode_go_on_and_the_held_one_joins_when_it_is_ready(tiny_ll
         ask(generator, "warm up")
         first = pool.submit(ask, generator, "first", max_tokens=150)
         held = pool.submit(ask, generator, WAITS, max_tokens=8)
-        wait_for(lambda: preparations)
+        until(lambda: preparations)
         third = pool.submit(ask, generator, "third", max_tokens=8)
         assert third.result(20)[0] == plain["third"]  # passes the one that waits
         assert first.result(20)[0] == plain["first"]
         assert not held.done() and plugin.engine.busy and not preparations[0].cancelled.is_set()
-        wait_for(lambda: not plugin.engine.decoding)
+        until(lambda: not plugin.engine.decoding)
         preparations[0].ready.set()
         plugin.engine.wake()
         assert held.result(20)[0] == plain[WAITS]
-        wait_for(lambda: preparations[0].cancelled.is_set() and not plugin.engine.busy)
+        until(lambda: preparations[0].cancelled.is_set() and not plugin.engine.busy)
     assert len(preparations) == 1
     assert len({id(request) for request in tokenized}) == len(tokenized) == 4  # each once
 
@@ -92,7 +93,7 @@ def test_it_joins_a_batch_that_decodes(tiny_llama, preparations, plain):
         ask(generator, "warm up")
         first = pool.submit(ask, generator, "first", max_tokens=150)
         held = pool.submit(ask, generator, WAITS, max_tokens=8)
-        wait_for(lambda: preparations and preparations[0].steps > 0)
+        until(lambda: preparations and preparations[0].steps > 0)
         preparations[0].ready.set()
         assert held.result(20)[0] == plain[WAITS] and first.result(20)[0] == plain["first"]
 
@@ -104,12 +105,12 @@ def test_while_nothing_decodes_the_end_of_the_wait_is_told(tiny_llama, preparati
         ask(generator, "warm up")
         for i in range(8):
             held = pool.submit(ask, generator, WAITS + str(i), max_tokens=1)
-            wait_for(lambda i=i: len(preparations) > i and preparations[i].steps > 1)
+            until(lambda i=i: len(preparations) > i and preparations[i].steps > 1)
             time.sleep(0.02)
             started = time.monotonic()
             preparations[i].ready.set()
             plugin.engine.wake()
-            wait_for(lambda i=i: preparations[i].cancelled.is_set() or held.done())
+            until(lambda i=i: preparations[i].cancelled.is_set() or held.done())
             waits.append(time.monotonic() - started)
             held.result(20)
     assert sorted(waits)[2] < 0.05, waits
@@ -122,9 +123,9 @@ def test_a_client_that_goes_cancels_what_is_prepared(tiny_llama, preparations):
         put = generator.requests.put
         generator.requests.put = lambda item: (queues.append(item), put(item))
         held = pool.submit(ask, generator, WAITS)
-        wait_for(lambda: preparations)
+        until(lambda: preparations)
         give_up(next(item for item in queues if isinstance(item, tuple))[0])
-        wait_for(preparations[0].cancelled.is_set)
+        until(preparations[0].cancelled.is_set)
         with pytest.raises(ConnectionAbortedError):
             held.result(20)
         assert ask(generator, "others")[0] and not plugin.engine.busy or plugin.engine.decoding
@@ -134,7 +135,7 @@ def test_a_preparation_that_fails_is_no_reason_to_wait(tiny_llama, preparations,
     with serving(tiny_llama) as (_, generator), ThreadPoolExecutor() as pool:
         ask(generator, "warm up")
         held = pool.submit(ask, generator, WAITS, max_tokens=8)
-        wait_for(lambda: preparations)
+        until(lambda: preparations)
         preparations[0].fail = True
         assert held.result(20)[0] == plain[WAITS]
 
@@ -186,6 +187,6 @@ def test_after_the_loop_began_anew_a_request_is_tokenized_for_its_own_model(tiny
             with pytest.raises(ZeroDivisionError):
                 ask(generator, "others", model=other)
         assert server._format_top_logprobs is broken
-        wait_for(lambda: generator.model_provider.model_key is not None and generator.model_provider.model_key[0] == str(tiny_llama))
+        until(lambda: generator.model_provider.model_key is not None and generator.model_provider.model_key[0] == str(tiny_llama))
         assert ask(generator, "others", model=other)[0] == before
     assert used and all(asked == loaded for asked, loaded in used), used

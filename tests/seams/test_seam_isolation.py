@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
 import pytest
-from test_seam_server import ask, serving, wait_for
+from support.waiting import until
+from test_seam_server import ask, serving
 
 TEXTS = ("first", "second", "third")
 LENGTH = 60
@@ -172,7 +173,7 @@ def test_a_prefill_fails_while_another_row_decodes(tiny_llama, plain, monkeypatc
         original = generate.GenerationBatch.next
         monkeypatch.setattr(generate.GenerationBatch, "next", lambda self: going.append(len(self)) or original(self))
         first = pool.submit(ask, generator, "long", max_tokens=LONG)
-        wait_for(lambda: len(going) > 3)
+        until(lambda: len(going) > 3)
         made = fails_after(monkeypatch, generate.PromptProcessingBatch, name, 1, of=lambda *args: args[0].uids or getattr(args[1], "uids", None))
         with pytest.raises(Boom):
             ask(generator, "second", max_tokens=LENGTH)
@@ -226,4 +227,4 @@ def test_a_loop_that_cannot_run_ends_as_ever(tiny_llama, monkeypatch):
 
     monkeypatch.setattr(server.ModelProvider, "load_default", lambda self: (_ for _ in ()).throw(Boom("on purpose")))
     with serving(tiny_llama) as (_, generator):
-        wait_for(lambda: not generator.is_healthy)
+        until(lambda: not generator.is_healthy)

@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from support.waiting import until
 from witness import Witness
 
 from mlx_lm_hooks import Invocation
@@ -79,13 +80,6 @@ def ask(generator, text=QUESTION, *, seed=None, max_tokens=4, model="default_mod
     return tokens, context, progress
 
 
-def wait_for(condition, seconds=5.0):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.005)
-
-
 def test_a_model_is_announced_with_its_files(tiny_llama):
     with serving(tiny_llama, "--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "7") as (plugin, generator):
         ask(generator)
@@ -103,18 +97,18 @@ def test_a_draft_model_is_part_of_the_source(tiny_llama):
 def test_the_engine_is_announced_before_its_thread_runs(tiny_llama):
     with serving(tiny_llama) as (plugin, generator):
         assert plugin.named("engine_started") == [{"event": "engine_started", "alive": False}]
-        wait_for(lambda: plugin.engine.alive)
+        until(lambda: plugin.engine.alive)
     assert not plugin.engine.alive
 
 
 def test_idle_turns_run_on_the_generation_thread_back_to_back(tiny_llama):
     with serving(tiny_llama) as (plugin, generator):
         ask(generator)
-        wait_for(lambda: not plugin.engine.busy)
+        until(lambda: not plugin.engine.busy)
         plugin.work = 200
         started = time.monotonic()
         plugin.engine.wake()
-        wait_for(lambda: plugin.work == 0)
+        until(lambda: plugin.work == 0)
         # Upstream's poll alone would take 0.1 s for each.
         assert time.monotonic() - started < 3.0
         assert {e["thread"] for e in plugin.named("idle")} == {generator._generation_thread.name}
@@ -123,15 +117,15 @@ def test_idle_turns_run_on_the_generation_thread_back_to_back(tiny_llama):
 def test_wake_ends_the_wait(tiny_llama):
     with serving(tiny_llama) as (plugin, generator):
         ask(generator)
-        wait_for(lambda: not plugin.engine.busy)
+        until(lambda: not plugin.engine.busy)
         times = []
         for _ in range(10):
-            wait_for(lambda: plugin.work == 0)
+            until(lambda: plugin.work == 0)
             time.sleep(0.02)
             plugin.work = 1
             started = time.monotonic()
             plugin.engine.wake()
-            wait_for(lambda: plugin.work == 0)
+            until(lambda: plugin.work == 0)
             times.append(time.monotonic() - started)
         assert sorted(times)[5] < 0.03, times
         # No wake is delivered as a request.

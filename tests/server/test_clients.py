@@ -10,6 +10,7 @@ import pytest
 
 from support.models import ENDLESS, document
 from support.server import RequestFailed, tiered
+from support.waiting import until
 
 LONG = document(7_000)
 SOON = 3.0  # seconds; it takes half a second on a quiet machine
@@ -53,8 +54,7 @@ def test_a_prefill_ends_and_what_it_did_is_reused(server, seed, stream):
     extra = {} if seed is None else {"seed": seed}
     before = lookups(server)
     connection = send(server, prompt=prompt, max_tokens=4, stream=stream, **extra)
-    while lookups(server) == before:
-        time.sleep(0.01)
+    until(lambda: lookups(server) > before)
     time.sleep(0.3)
     connection.close()
     assert idle_within(server, SOON)
@@ -68,8 +68,7 @@ def test_a_decode_ends(server, seed, stream):
     extra = {} if seed is None else {"seed": seed}
     before = lookups(server)
     connection = send(server, prompt="A story", max_tokens=100_000, stream=stream, logit_bias=ENDLESS, **extra)
-    while lookups(server) == before:
-        time.sleep(0.01)
+    until(lambda: lookups(server) > before)
     time.sleep(0.3)
     connection.close()
     assert idle_within(server, SOON)
@@ -80,8 +79,7 @@ def test_one_that_waits_for_another_is_never_begun(server):
     """A sequential request waits until the batch has drained; by then its client has gone."""
     before = lookups(server)
     first = send(server, prompt="A story", max_tokens=100_000, logit_bias=ENDLESS)
-    while lookups(server) == before:
-        time.sleep(0.01)
+    until(lambda: lookups(server) > before)
     second = send(server, prompt="Another " + LONG, max_tokens=100_000, seed=3, logit_bias=ENDLESS)
     time.sleep(0.7)
     second.close()
@@ -105,8 +103,7 @@ def test_a_client_that_stays_is_answered(server):
 def test_a_request_that_cannot_be_served_gets_an_error_and_others_go_on(server, wrong, status, stream):
     before = lookups(server)
     other = send(server, prompt="A story", max_tokens=100_000, logit_bias=ENDLESS)
-    while lookups(server) == before:
-        time.sleep(0.01)
+    until(lambda: lookups(server) > before)
     with pytest.raises(RequestFailed) as failed:
         server.complete(wrong["prompt"], stream=stream, max_tokens=4, **{"stop": wrong.get("stop", [])})
     assert stream or failed.value.status == status

@@ -4,19 +4,13 @@ import time
 
 from support.models import document
 from support.server import tiered, user
+from support.waiting import until
 
 QUESTION = document(3000)
 
 
 def ask(server, text=QUESTION, **options):
     return server.chat(user(text), tokens=True, max_tokens=8, **options)
-
-
-def until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert condition()
 
 
 def test_an_idle_entry_leaves_ram_and_comes_back(tiny_model, cache_dir, tmp_path):

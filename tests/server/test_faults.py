@@ -15,6 +15,7 @@ import pytest
 
 from support.models import document
 from support.server import Server, stock, tiered, tiered_flags, user
+from support.waiting import until
 
 LONG = 3000
 
@@ -161,10 +162,7 @@ def test_21_the_directory_deleted_while_running(tiny_llama, cache_dir, tmp_path)
         shutil.rmtree(cache_dir)
         assert ask(server, document(LONG)).tokens == first.tokens
         assert ask(server, "another " * 50).finish_reason in ("length", "stop")
-        deadline = time.monotonic() + 60
-        while server.flush()[0] != 200 and time.monotonic() < deadline:
-            time.sleep(1)
-        assert server.flush()[0] == 200
+        until(lambda: server.flush()[0] == 200, 60, every=0.5)
         assert list(cache_dir.rglob("*.safetensors"))
         assert server.log().count("WARNING") <= 3
 
@@ -262,10 +260,7 @@ def test_a_port_in_use_ends_as_on_stock(tiny_llama, cache_dir, tmp_path):
     with tiered(tiny_llama, cache_dir, log=tmp_path / "a") as a:
         b = Server(tiny_llama, tmp_path / "b", [*tiered_flags(cache_dir), "--port", str(a.port)], wait=False)
         try:
-            deadline = time.monotonic() + 60
-            while "Address already in use" not in b.log() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert "Address already in use" in b.log()
+            until(lambda: "Address already in use" in b.log(), 60)
         finally:
             b.kill()
         assert ask(a, "hi").completion_tokens > 0

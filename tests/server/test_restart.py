@@ -9,6 +9,7 @@ import pytest
 
 from support.models import ENDLESS, document
 from support.server import RequestFailed, stock, tiered, user
+from support.waiting import until
 
 LONG = 3000  # characters: several hundred tokens, past the tiny models' window of 64
 
@@ -83,8 +84,7 @@ def test_a_signal_lets_the_running_request_finish_and_saves(tiny_llama, cache_di
         answers = []
         running = threading.Thread(target=lambda: answers.append(server.chat(user(question), max_tokens=400, tokens=True, logit_bias=ENDLESS)))
         running.start()
-        while not server.stats()["lookups"]:
-            time.sleep(0.01)
+        until(lambda: server.stats()["lookups"])
         server.signal(number)
         time.sleep(0.05)
         with pytest.raises((RequestFailed, OSError)):
@@ -99,8 +99,7 @@ def test_a_signal_lets_the_running_request_finish_and_saves(tiny_llama, cache_di
 def test_a_second_signal_exits_at_once(tiny_llama, cache_dir, tmp_path):
     with tiered(tiny_llama, cache_dir, log=tmp_path / "log") as server:
         threading.Thread(target=lambda: pytest.raises((RequestFailed, OSError), server.chat, user("a"), max_tokens=10**6, logit_bias=ENDLESS), daemon=True).start()
-        while not server.stats()["lookups"]:
-            time.sleep(0.01)
+        until(lambda: server.stats()["lookups"])
         server.signal(signal.SIGTERM)
         time.sleep(0.2)
         assert server.running
@@ -111,8 +110,7 @@ def test_a_second_signal_exits_at_once(tiny_llama, cache_dir, tmp_path):
 def test_the_shutdown_timeout_holds(tiny_llama, cache_dir, tmp_path):
     with tiered(tiny_llama, cache_dir, "--shutdown-timeout", "1", log=tmp_path / "log") as server:
         threading.Thread(target=lambda: pytest.raises((RequestFailed, OSError), server.chat, user("a"), max_tokens=10**6, logit_bias=ENDLESS), daemon=True).start()
-        while not server.stats()["lookups"]:
-            time.sleep(0.01)
+        until(lambda: server.stats()["lookups"])
         start = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.process.wait(15) == 1
@@ -173,9 +171,7 @@ def test_writebehind_needs_no_flush(tiny_llama, cache_dir, tmp_path):
     question = document(LONG)
     with tiered(tiny_llama, cache_dir, log=tmp_path / "first.log") as server:
         cold = ask(server, question)
-        deadline = time.monotonic() + 20
-        while not server.stats()["ssd"]["entries"] and time.monotonic() < deadline:
-            time.sleep(0.1)
+        until(lambda: server.stats()["ssd"]["entries"])
         server.kill()
     with tiered(tiny_llama, cache_dir, log=tmp_path / "second.log") as server:
         assert ask(server, question).cached_tokens == cold.prompt_tokens - 1

@@ -6,25 +6,17 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from mlx_lm_hooks import UsageError
 from support.models import document
 from support.server import tiered, user
+from support.waiting import until
 
 from mlx_lm_tiered.serving.warm import read
 
 TEXT = document(2500)
-
-
-def until(condition, seconds: float = 60.0):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
 
 
 def write(file: Path, *prompts: dict) -> Path:

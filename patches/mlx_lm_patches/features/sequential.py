@@ -29,7 +29,7 @@ def build_tokenize(original: Callable[..., Any], runtime: Runtime) -> Callable[.
     def _tokenize(self: Any, tokenizer: Any, request: Any, args: Any) -> Any:
         result = remembered(self, tokenizer, request, args)
         runtime.here.segments = (result[1], result[2])
-        checkpointing.asked(runtime, self, request, args, result)
+        checkpointing.asked(runtime, self, args, result)
         return result
 
     mark(_tokenize)
