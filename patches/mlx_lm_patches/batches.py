@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .admitting import Watch, admit_row
+from .checkpointing import rows
 from .isolation import Row
 from .runtime import Runtime
 
@@ -65,6 +66,8 @@ def build(original: type, runtime: Runtime) -> type:
             for response in responses:
                 if response.finish_reason is not None and response.uid not in self._broken:
                     self._rows.pop(response.uid, None)
+                    if (following := rows(self).pop(response.uid, None)) is not None:
+                        following.end(True)  # in a step that failed later on
             if self._watch.due(prompts, responses):
                 self._end_rows()
             return self._reported(prompts, responses) if self._broken else (prompts, responses)
@@ -142,7 +145,8 @@ def build(original: type, runtime: Runtime) -> type:
                 if _whole(prefilling, prefilling.tokens, self._currently_processing):
                     return []
             there = {*decoding.uids, *prefilling.uids, *(sequence[0] for sequence in self._unprocessed_sequences)}
-            lost = [uid for uid in self._rows if uid not in there and uid not in self._broken]
+            ended = {response.uid for response in self._decoded if response.finish_reason is not None}
+            lost = [uid for uid in self._rows if uid not in there and uid not in self._broken and uid not in ended]
             self._fail(lost, error)  # between prefill and decoding
             if not lost or not _whole(prefilling, prefilling.tokens, self._currently_processing):
                 self._fail(prefilling.uids, error)

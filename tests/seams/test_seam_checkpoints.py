@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 from support.waiting import until
@@ -96,11 +98,11 @@ def options(**given):
     return replace(made, **given)
 
 
-def ask(generator, args):
+def ask(generator, args, question=QUESTION):
     """Tokens, text and the finish reason."""
     import mlx_lm.server as server
 
-    request = server.CompletionRequest("chat", "", [{"role": "user", "content": QUESTION}], None, None)
+    request = server.CompletionRequest("chat", "", [{"role": "user", "content": question}], None, None)
     _, reply = generator.generate(request, args)
     responses = list(reply)
     return [r.token for r in responses], "".join(r.text for r in responses), responses[-1].finish_reason
@@ -214,3 +216,33 @@ def test_what_goes_on_is_admitted_with_what_it_holds(tiny_llama, seed):
             assert request.tokens == [*states[20].tokens, states[20].pending] and request.cached == len(states[20].tokens)
             assert request.max_tokens == TOKENS - 21 and request.source.path == tiny_llama.resolve()
         assert len(keeper.admitted) == before + 2 and keeper.ended == [True, False, True]
+
+
+def test_what_ends_in_a_step_that_fails_later_on_is_over(tiny_llama, monkeypatch):
+    """Another row's prefill fails in the step that gives the last token."""
+    generate = import_module("mlx_lm.generate")
+    step, prompt, last, begun = generate.GenerationBatch.next, generate.PromptProcessingBatch.prompt, [], []
+
+    def next(self):
+        responses = step(self)
+        last.extend(r for r in responses if r.finish_reason is not None)
+        return responses
+
+    def failing(self, tokens):
+        if tokens:
+            begun.append(len(last))
+        if last and tokens:
+            raise RuntimeError("on purpose")
+        return prompt(self, tokens)
+
+    monkeypatch.setattr(generate.GenerationBatch, "next", next)
+    with serving(tiny_llama, "--prefill-step-size", "1") as (keeper, generator), ThreadPoolExecutor() as pool:
+        whole = pool.submit(ask, generator, options(max_tokens=700))
+        wait_for(lambda: any(keeper.states.values()))
+        monkeypatch.setattr(generate.PromptProcessingBatch, "prompt", failing)
+        other = pool.submit(ask, generator, options(), QUESTION + " " + "again and " * 500)
+        assert whole.result(30)[2] == "length"
+        with pytest.raises(RuntimeError, match="on purpose"):
+            other.result(30)
+        assert begun[0] == 0 and begun[-1] == 1, "it was not being prefilled when the other ended"
+        assert sorted(keeper.ended) == [False, True]

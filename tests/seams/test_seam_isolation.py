@@ -181,6 +181,36 @@ def test_a_prefill_fails_while_another_row_decodes(tiny_llama, plain, monkeypatc
         check(generator, {}, plain, [])
 
 
+def test_a_prefill_fails_in_the_step_that_ends_another_row(tiny_llama, plain, monkeypatch):
+    """The one that ended has its answer; the one whose prefill was broken off does not go on with half of it."""
+    generate, ended, prefilled = import_module("mlx_lm.generate"), [], []
+    step, prompt = generate.GenerationBatch.next, generate.PromptProcessingBatch.prompt
+
+    def next(self):
+        responses = step(self)
+        ended.extend(r for r in responses if r.finish_reason is not None)
+        return responses
+
+    def failing(self, tokens):
+        if tokens and "other" in prefilled:
+            prefilled.append(len(ended))
+            if len(ended) == 1:
+                ended.append(None)
+                raise Boom("on purpose")
+        return prompt(self, tokens)
+
+    monkeypatch.setattr(generate.GenerationBatch, "next", next)
+    monkeypatch.setattr(generate.PromptProcessingBatch, "prompt", failing)
+    with serving(tiny_llama, "--prefill-step-size", "1") as (_, generator), ThreadPoolExecutor() as pool:
+        whole = pool.submit(ask, generator, "long", max_tokens=LONG)
+        wait_for(lambda: len(generator.requests.queue) == 0)
+        prefilled.append("other")
+        with pytest.raises(Boom):
+            ask(generator, "again and " * 500)
+        assert whole.result(30)[0] == plain["long"]
+    assert {*prefilled[1:]} == {0, 1}, "it was not being prefilled when the other ended"
+
+
 def test_of_several_that_join_at_once_only_the_one_that_cannot_fails(tiny_llama, plain, monkeypatch):
     generate = import_module("mlx_lm.generate")
     import mlx_lm.server as server
