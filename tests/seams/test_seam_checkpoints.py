@@ -238,7 +238,7 @@ def test_what_ends_in_a_step_that_fails_later_on_is_over(tiny_llama, monkeypatch
     monkeypatch.setattr(generate.GenerationBatch, "next", next)
     with serving(tiny_llama, "--prefill-step-size", "1") as (keeper, generator), ThreadPoolExecutor() as pool:
         whole = pool.submit(ask, generator, options(max_tokens=700))
-        wait_for(lambda: any(keeper.states.values()))
+        until(lambda: any(keeper.states.values()))
         monkeypatch.setattr(generate.PromptProcessingBatch, "prompt", failing)
         other = pool.submit(ask, generator, options(), QUESTION + " " + "again and " * 500)
         assert whole.result(30)[2] == "length"

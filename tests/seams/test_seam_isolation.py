@@ -203,7 +203,7 @@ def test_a_prefill_fails_in_the_step_that_ends_another_row(tiny_llama, plain, mo
     monkeypatch.setattr(generate.PromptProcessingBatch, "prompt", failing)
     with serving(tiny_llama, "--prefill-step-size", "1") as (_, generator), ThreadPoolExecutor() as pool:
         whole = pool.submit(ask, generator, "long", max_tokens=LONG)
-        wait_for(lambda: len(generator.requests.queue) == 0)
+        until(lambda: len(generator.requests.queue) == 0)
         prefilled.append("other")
         with pytest.raises(Boom):
             ask(generator, "again and " * 500)
