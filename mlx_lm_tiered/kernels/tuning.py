@@ -2,7 +2,8 @@
 
 The numbers are those of a sweep on one H200 (`mlx_lm.tiered bench kernels sweep`) with 32 query and 8 KV heads of
 dimension 128. Four warps and four resident blocks were the best for 4 and 8 bits at 4,096 and 16,384 tokens. At 65,536
-three resident blocks were 6 % better for both, but that is another kernel, which would be compiled in mid-generation.
+three were better by 6 and 7 %, which is within what the same kernel varied by; and another one would be compiled in
+mid-generation.
 """
 
 from __future__ import annotations
