@@ -274,7 +274,13 @@ def test_a_directory_deleted_during_a_save_is_an_error_and_then_works(tmp_path, 
     clock = Clock()
     store = ColdStore(root, 1 << 30, clock=clock)
     sync = writer.full_sync
-    monkeypatch.setattr(writer, "full_sync", lambda fd: (shutil.rmtree(root), sync(fd)))
+
+    def deleting(fd):
+        if stat.S_ISREG(os.fstat(fd).st_mode):  # the entry's file, not a folder that is made
+            shutil.rmtree(root)
+        sync(fd)
+
+    monkeypatch.setattr(writer, "full_sync", deleting)
     with pytest.raises(FileNotFoundError):
         save(store, job(range(40)))
     monkeypatch.setattr(writer, "full_sync", sync)
