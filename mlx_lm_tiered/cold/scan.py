@@ -19,7 +19,8 @@ from .files import read_summary_and_tokens
 from .meta import Meta
 
 READERS = 2  # threads that read and hash; between them the interpreter's lock leaves room for no more
-AHEAD = 64  # files that may have been read and not yet been indexed
+TOGETHER = 16  # files that one task reads: handing over each by itself costs as much as parsing it
+AHEAD = 4  # tasks that may have been done and not yet been taken in
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def scan(
     ours = [file for file in files if file.kind == "entry" and file.owner == fingerprint]
     if others := sum(file.kind == "entry" for file in files) - len(ours):
         counts["other models"] += others
-    for file, reading in _ahead(ours, catalog):
+    for file, looked in _ahead(ours, catalog):
         yield
         counts["scanned"] += 1
         if (known := catalog.at(file.path)) is not None:
@@ -108,7 +109,9 @@ def scan(
             _add_waiting(known, waiting, catalog, counts)
             continue
         try:
-            status, segment = reading.result() if reading is not None else _look(file.path)
+            if isinstance(looked, OSError):
+                raise looked
+            status, segment = looked if looked is not None else _look(file.path)
         except FileNotFoundError:
             counts["gone"] += 1
         except OSError:
@@ -135,16 +138,31 @@ def scan(
 Looked = tuple[os.stat_result, "Segment | BadEntry"]  # which file it was, and what is in it
 
 
-def _ahead(files: list[DiskFile], catalog: Catalog) -> Iterator[tuple[DiskFile, Future[Looked] | None]]:
-    """The files in order, each as it is being read on other threads; None for those that the catalog has."""
-    pending: deque[tuple[DiskFile, Future[Looked] | None]] = deque()
+def _ahead(files: list[DiskFile], catalog: Catalog) -> Iterator[tuple[DiskFile, Looked | OSError | None]]:
+    """The files in order, with what other threads found in each; None for those that the catalog has."""
+    pending: deque[tuple[list[DiskFile], Future[list[Looked | OSError | None]]]] = deque()
     with ThreadPoolExecutor(READERS, "mlx-lm-tiered-scan-read") as pool:
-        for file in files:
-            pending.append((file, None if catalog.knows(file.path) else pool.submit(_look, file.path)))
+        for start in range(0, len(files), TOGETHER):
+            some = files[start : start + TOGETHER]
+            pending.append((some, pool.submit(_look_at, some, catalog)))
             if len(pending) > AHEAD:
-                yield pending.popleft()
+                yield from _taken(*pending.popleft())
         while pending:
-            yield pending.popleft()
+            yield from _taken(*pending.popleft())
+
+
+def _taken(files: list[DiskFile], reading: Future[list[Looked | OSError | None]]) -> Iterator[tuple[DiskFile, Looked | OSError | None]]:
+    return zip(files, reading.result(), strict=True)
+
+
+def _look_at(files: list[DiskFile], catalog: Catalog) -> list[Looked | OSError | None]:
+    found: list[Looked | OSError | None] = []
+    for file in files:
+        try:
+            found.append(None if catalog.knows(file.path) else _look(file.path))
+        except OSError as error:
+            found.append(error)
+    return found
 
 
 def _look(path: Path) -> Looked:
