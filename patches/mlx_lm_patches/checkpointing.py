@@ -16,6 +16,9 @@ from mlx_lm_hooks.types import GenerationState, ModelSource, RequestCheckpoints
 
 from .runtime import Runtime
 
+# Where a batch generator has its followed rows.
+ROWS = "_mlx_lm_patches_following"
+
 
 class Asked(NamedTuple):
     """A request after its tokenization. `blocked` says why it can have no checkpoints, if so; `path` is ``batch`` or ``single``."""
@@ -188,7 +191,7 @@ def _sound(following: Following) -> bool:
 
 def rows(generator: Any) -> dict[int, Following]:
     """The followed rows of a batch generator, by uid."""
-    return vars(generator).setdefault("_mlx_lm_patches_following", {})
+    return vars(generator).setdefault(ROWS, {})
 
 
 def synthetic(response: type, uid: int, tokens: Sequence[int]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Following a sequential prefill from its progress callback."""
+"""Following a sequential prefill from its progress callback, and showing processors what came before it."""
 
 from __future__ import annotations
 
@@ -107,3 +107,10 @@ def stoppable(runtime: Runtime, inner: Callable[[int, int], None] | None) -> Cal
             raise Cancelled
 
     return progress
+
+
+def with_history(processor: Callable[[Any, Any], Any], history: Any) -> Callable[[Any, Any], Any]:
+    """A logits processor of a generation that begins in the middle, which is shown the tokens before as well."""
+    import mlx.core as mx
+
+    return lambda tokens, logits: processor(mx.concatenate([history, tokens]), logits)

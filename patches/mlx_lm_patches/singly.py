@@ -14,6 +14,7 @@ from typing import Any
 from mlx_lm_hooks.types import GenerationState
 
 from .checkpointing import Following, Replayed, matcher
+from .progress import with_history
 from .runtime import Runtime
 
 
@@ -80,16 +81,10 @@ def _go_on(state: GenerationState, emitted: int, detokenizer: Any, kwargs: dict[
     kwargs["tokenizer"] = _speaking(kwargs["tokenizer"], detokenizer)
     if kwargs.get("logits_processors"):
         history = mx.array(state.tokens[state.context :])
-        kwargs["logits_processors"] = [_with_history(processor, history) for processor in kwargs["logits_processors"]]
+        kwargs["logits_processors"] = [with_history(processor, history) for processor in kwargs["logits_processors"]]
     if state.random is not None:
         # A seed is the random state itself, high half first (`mx.random.key`).
         mx.random.seed(state.random[0] << 32 | state.random[1])
-
-
-def _with_history(processor: Callable[..., Any], history: Any) -> Callable[..., Any]:
-    import mlx.core as mx
-
-    return lambda tokens, logits: processor(mx.concatenate([history, tokens]), logits)
 
 
 def _speaking(tokenizer: Any, detokenizer: Any) -> Any:

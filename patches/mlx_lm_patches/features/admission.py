@@ -6,6 +6,7 @@ see `Mailbox` for how a refusal still comes first.
 
 from __future__ import annotations
 
+from .. import places
 from ..seam import Seam
 
 UNTIL = "upstream admits a request before it answers 200"
@@ -13,41 +14,29 @@ UNTIL = "upstream admits a request before it answers 200"
 SEAMS = [
     Seam(
         feature="admission",
-        module="mlx_lm.generate",
-        qualname="BatchGenerator._next",
+        **places.BATCH_STEP,
         kind="check",
-        signature="(self)",
-        bodies={"e30b1b2f10786f63": "0.32.0 0.32.1 0.32.2"},
         why="keeps rows, sequences and their tokens where they are read",
         until=UNTIL,
     ),
     Seam(
         feature="admission",
-        module="mlx_lm.server",
-        qualname="ResponseGenerator._generate",
+        **places.SERVER_LOOP,
         kind="check",
-        signature="(self)",
-        bodies={"98ba981a08e49f20": "0.32.0", "a0a0f2233a3af2a8": "0.32.1 0.32.2"},
         why="answers with the context, then inserts, at one go",
         until=UNTIL,
     ),
     Seam(
         feature="admission",
-        module="mlx_lm.server",
-        qualname="ResponseGenerator.generate",
+        **places.SERVER_GENERATE,
         kind="check",
-        signature="(self, request, generation_args, progress_callback=)",
-        bodies={"cb4823dab7cce110": "0.32.0 0.32.1 0.32.2"},
         why="raises an error that comes first on the request's queue",
         until=UNTIL,
     ),
     Seam(
         feature="admission",
-        module="mlx_lm.server",
-        qualname="APIHandler.handle_completion",
+        **places.HANDLE_COMPLETION,
         kind="check",
-        signature="(self, request, stop_words)",
-        bodies={"d422d65e0f4ec1ca": "0.32.0", "7c18aab70ebe4378": "0.32.1 0.32.2"},
         why="answers 404 to an error that comes first",
         until=UNTIL,
     ),

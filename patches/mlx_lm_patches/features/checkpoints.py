@@ -17,11 +17,10 @@ from typing import Any
 
 from mlx_lm_hooks.types import GenerationState
 
-from ..checkpointing import Advanced, Following, rows, synthetic, take
+from .. import places
+from ..checkpointing import ROWS, Advanced, Following, rows, synthetic, take
 from ..runtime import Runtime
 from ..seam import Seam
-
-_ROWS = "_mlx_lm_patches_following"
 
 
 def build_insert(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
@@ -41,7 +40,7 @@ def build_insert(original: Callable[..., Any], runtime: Runtime) -> Callable[...
             kwargs["all_tokens"] = [list(state.tokens)]
             kwargs["stop_sequences"] = [Advanced(kwargs["stop_sequences"][0], following.replay)]
         uids = original(self, segments, max_tokens, **kwargs)
-        if _ROWS not in vars(self):
+        if ROWS not in vars(self):
             # A loop that begins anew after a fault lets go of the generator without a word.
             weakref.finalize(self, _abandon, rows(self))
         rows(self)[uids[0]] = following
@@ -53,7 +52,7 @@ def build_insert(original: Callable[..., Any], runtime: Runtime) -> Callable[...
 def build_next(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def next(self: Any) -> Any:
-        followed = vars(self).get(_ROWS)
+        followed = vars(self).get(ROWS)
         if not followed:
             return original(self)
         prompts, responses = original(self)
@@ -108,7 +107,7 @@ def build_remove(original: Callable[..., Any], runtime: Runtime) -> Callable[...
     @functools.wraps(original)
     def remove(self: Any, uids: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, uids, *args, **kwargs)
-        followed = vars(self).get(_ROWS) or {}
+        followed = vars(self).get(ROWS) or {}
         for uid in uids:
             if (following := followed.pop(uid, None)) is not None:
                 following.end(False)
@@ -153,25 +152,15 @@ SEAMS = [
     ),
     Seam(
         feature="checkpoints",
-        module="mlx_lm.generate",
-        qualname="GenerationBatch",
+        **places.GENERATION_BATCH,
         kind="check",
-        signature=(
-            "__init__(self, model, uids, inputs, prompt_cache, tokens, samplers, fallback_sampler, logits_processors, "
-            "stop_sequences, max_tokens); __len__(self); extend(self, batch); _step(self); extract_cache(self, idx); "
-            "filter(self, keep); next(self); empty(cls, model, fallback_sampler)"
-        ),
-        bodies={"069885ad9d1efb63": "0.32.0 0.32.1 0.32.2"},
         why="emits a token when it has forwarded it and sampled the next; drops the token that a row begins with",
         until="upstream keeps generations",
     ),
     Seam(
         feature="checkpoints",
-        module="mlx_lm.server",
-        qualname="ResponseGenerator._generate",
+        **places.SERVER_LOOP,
         kind="check",
-        signature="(self)",
-        bodies={"98ba981a08e49f20": "0.32.0", "a0a0f2233a3af2a8": "0.32.1 0.32.2"},
         why="tokenizes, looks up and inserts a request at one go",
         until="upstream keeps generations",
     ),

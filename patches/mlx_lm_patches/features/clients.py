@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from .. import places
 from ..runtime import Runtime
 from ..seam import Seam
 
@@ -39,21 +40,15 @@ SEAMS = [
     ),
     Seam(
         feature="clients",
-        module="mlx_lm.server",
-        qualname="ResponseGenerator.generate",
+        **places.SERVER_GENERATE,
         kind="check",
-        signature="(self, request, generation_args, progress_callback=)",
-        bodies={"cb4823dab7cce110": "0.32.0 0.32.1 0.32.2"},
         why="waits for a context first, then for responses, on one queue",
         until="upstream stops the requests of clients that have gone",
     ),
     Seam(
         feature="clients",
-        module="mlx_lm.server",
-        qualname="APIHandler.handle_completion",
+        **places.HANDLE_COMPLETION,
         kind="check",
-        signature="(self, request, stop_words)",
-        bodies={"d422d65e0f4ec1ca": "0.32.0", "7c18aab70ebe4378": "0.32.1 0.32.2"},
         why="stops the context when its answer breaks off",
         until="upstream stops the requests of clients that have gone",
     ),

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..progress import with_history
 from ..runtime import Runtime
 
 
@@ -60,12 +61,5 @@ def _in_two(original: Callable[..., Any], call: inspect.BoundArguments, part: in
     second = {**options, "prompt": prompt[part:]}
     second["prompt_progress_callback"] = progress and (lambda done, _: progress(part + done, total))
     if processors:
-        second["logits_processors"] = [_after(prompt[:part], processor) for processor in processors]
+        second["logits_processors"] = [with_history(processor, prompt[:part]) for processor in processors]
     yield from original(**second)
-
-
-def _after(first: Any, processor: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A logits processor that is shown the whole sequence."""
-    import mlx.core as mx
-
-    return lambda tokens, logits: processor(mx.concatenate([first, tokens]), logits)

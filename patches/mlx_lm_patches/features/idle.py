@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from .. import places
 from ..engine import ENGINE, Engine
 from ..runtime import Runtime
 from ..seam import Seam
@@ -63,11 +64,8 @@ SEAMS = [
     ),
     Seam(
         feature="idle",
-        module="mlx_lm.server",
-        qualname="ResponseGenerator._generate",
+        **places.SERVER_LOOP,
         kind="check",
-        signature="(self)",
-        bodies={"98ba981a08e49f20": "0.32.0", "a0a0f2233a3af2a8": "0.32.1 0.32.2"},
         why="waits with a timeout exactly when nothing decodes",
         until="upstream calls back when idle",
     ),

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from .. import places
 from ..batches import build as build_generator
 from ..isolation import Detokenizer
 from ..runtime import Runtime
@@ -109,11 +110,8 @@ SEAMS = [
     ),
     Seam(
         feature="isolation",
-        module="mlx_lm.server",
-        qualname="ResponseGenerator._generate",
+        **places.SERVER_LOOP,
         kind="wrap",
-        signature="(self)",
-        bodies={"98ba981a08e49f20": "0.32.0", "a0a0f2233a3af2a8": "0.32.1 0.32.2"},
         why="begins anew after an error that is no single row's; forgets a row whose context was stopped",
         until=UNTIL,
         build=build_generate,
@@ -164,15 +162,8 @@ SEAMS = [
     ),
     Seam(
         feature="isolation",
-        module="mlx_lm.generate",
-        qualname="GenerationBatch",
+        **places.GENERATION_BATCH,
         kind="check",
-        signature=(
-            "__init__(self, model, uids, inputs, prompt_cache, tokens, samplers, fallback_sampler, logits_processors, "
-            "stop_sequences, max_tokens); __len__(self); extend(self, batch); _step(self); extract_cache(self, idx); "
-            "filter(self, keep); next(self); empty(cls, model, fallback_sampler)"
-        ),
-        bodies={"069885ad9d1efb63": "0.32.0 0.32.1 0.32.2"},
         why="holds one item a row in every list",
         until=UNTIL,
     ),

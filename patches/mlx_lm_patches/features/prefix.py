@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_lm_hooks.types import ModelSource, Preparation, Taken
 
-from .. import checkpointing
+from .. import checkpointing, places
 from ..runtime import Fetch, Runtime
 from ..seam import Seam
 
@@ -155,11 +155,8 @@ SEAMS = [
     ),
     Seam(
         feature="prefix",
-        module="mlx_lm.server",
-        qualname="ResponseGenerator._generate",
+        **places.SERVER_LOOP,
         kind="check",
-        signature="(self)",
-        bodies={"98ba981a08e49f20": "0.32.0", "a0a0f2233a3af2a8": "0.32.1 0.32.2"},
         why="fetches with the prompt's tokens, stores with the tokens that the caches hold",
         until="upstream takes a prompt cache from a plugin",
     ),

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .. import places
 from ..runtime import Runtime
 from ..seam import Seam
 from .loads import path_of
@@ -181,11 +182,8 @@ SEAMS = [
     ),
     Seam(
         feature="schemes",
-        module="mlx_lm.generate",
-        qualname="BatchGenerator._next",
+        **places.BATCH_STEP,
         kind="wrap",
-        signature="(self)",
-        bodies={"e30b1b2f10786f63": "0.32.0 0.32.1 0.32.2"},
         why="converts rows when the scheme starts, and ends chunks there",
         until=_UNTIL,
         build=build_next,

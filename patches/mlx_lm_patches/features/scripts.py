@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_lm_hooks.types import ModelSource, PrefixCache
 
+from .. import places
 from ..progress import Progress
 from ..runtime import Runtime
 from ..seam import Seam
@@ -164,15 +165,8 @@ def _shape(cache: Any) -> Any:
 SEAMS = [
     Seam(
         feature="scripts",
-        module="mlx_lm.generate",
-        qualname="generate_step",
+        **places.GENERATE_STEP,
         kind="wrap",
-        signature=(
-            "(prompt, model, stream=, *, max_tokens=, sampler=, logits_processors=, max_kv_size=, prompt_cache=, "
-            "prefill_step_size=, kv_bits=, kv_group_size=, quantized_kv_start=, prompt_progress_callback=, "
-            "input_embeddings=)"
-        ),
-        bodies={"9650ac1357f3086b": "0.32.0 0.32.1 0.32.2"},
         why="starts from the longest stored prefix and keeps what was computed",
         until="upstream takes a prompt cache from a plugin",
         build=build,

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .. import checkpointing, singly
+from .. import checkpointing, places, singly
 from ..admitting import admit_one, watch_one
 from ..holding import mark, remembering
 from ..progress import Progress, stoppable
@@ -159,15 +159,8 @@ SEAMS = [
     ),
     Seam(
         feature="sequential",
-        module="mlx_lm.generate",
-        qualname="generate_step",
+        **places.GENERATE_STEP,
         kind="check",
-        signature=(
-            "(prompt, model, stream=, *, max_tokens=, sampler=, logits_processors=, max_kv_size=, prompt_cache=, "
-            "prefill_step_size=, kv_bits=, kv_group_size=, quantized_kv_start=, prompt_progress_callback=, "
-            "input_embeddings=)"
-        ),
-        bodies={"9650ac1357f3086b": "0.32.0 0.32.1 0.32.2"},
         why="reports progress when all but one token of the prompt are in the caches",
         until="upstream stores prompt boundaries on its sequential path",
     ),
