@@ -168,7 +168,7 @@ class Directory:
             raise DirectoryFull(f"{need} bytes do not fit under the cap of {self.max_bytes} beside what is not ours to evict.")
         adrift = rootless(files)
         gone = []
-        for file in leaves_first(files, lambda f: (f.path in keep, f.kind != "bad", f.path not in adrift, f.used), pinned):
+        for file in leaves_first(files, lambda f: (f.path in keep, f.kind != "bad", f.path not in adrift, f.used), pinned, adrift):
             file.path.unlink(missing_ok=True)
             used -= file.charge
             if file.kind == "entry":

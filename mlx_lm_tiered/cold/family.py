@@ -48,11 +48,14 @@ def entry_name(namespace: str, key: bytes, parent: str = "") -> str:
 
 
 def leaves_first(
-    files: list[DiskFile], rank: Callable[[DiskFile], Any], pinned: frozenset[Path] = frozenset()
+    files: list[DiskFile], rank: Callable[[DiskFile], Any], pinned: frozenset[Path] = frozenset(), adrift: set[Path] | None = None
 ) -> Iterator[DiskFile]:
-    """The files without `pinned` in the order of `rank`, but none before those that continue it. Judged by names alone."""
+    """The files without `pinned` in the order of `rank`, but none before those that continue it. Judged by names alone.
+
+    `adrift` is `rootless(files)`, from a caller who has it.
+    """
     names = _by_name(files)
-    adrift = rootless(files)
+    adrift = rootless(files) if adrift is None else adrift
     children = Counter((file.path.parent, file.parent) for file in files if file.parent and file.path not in adrift)
     numbers = itertools.count()  # files that rank the same cannot be compared
     left = dict.fromkeys(file for file in files if file.path not in pinned)

@@ -64,7 +64,7 @@ def _victims(directory: Directory, doomed: Callable[[DiskFile], bool], size: int
     used = directory.usage() if size is not None else 0
     adrift = rootless(files)
     gone = []
-    for file in leaves_first(files, lambda f: (f.kind != "bad", f.path not in adrift, f.used), pinned):
+    for file in leaves_first(files, lambda f: (f.kind != "bad", f.path not in adrift, f.used), pinned, adrift):
         if size is not None and used <= size:
             break
         used -= file.charge
