@@ -57,6 +57,7 @@ class Directory:
         self.root = root
         self.max_bytes = max_bytes
         self.side_room = min(SIDE_ROOM, max_bytes // 8)
+        self.used = 0  # as `usage`, when all was last looked at, without what `make_room` evicted since
         self._token = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._writer = FileLock(root / "writers" / f"{self._token}.lock")
@@ -143,7 +144,8 @@ class Directory:
 
     def usage(self) -> int:
         """The bytes all files and directories under the root take."""
-        return sum(charge for _, charge in self._walk())
+        self.used = used = sum(charge for _, charge in self._walk())
+        return used
 
     def room(self) -> int:
         """Bytes that a file may have without anything being evicted for it."""
@@ -159,7 +161,7 @@ class Directory:
         lock held.
         """
         walked = list(self._walk())
-        used = sum(charge for _, charge in walked)
+        self.used = used = sum(charge for _, charge in walked)
         need = _blocks(need) + self.side_room
         if used + need <= self.max_bytes:
             return []
@@ -170,7 +172,7 @@ class Directory:
         gone = []
         for file in leaves_first(files, lambda f: (f.path in keep, f.kind != "bad", f.path not in adrift, f.used), pinned, adrift):
             file.path.unlink(missing_ok=True)
-            used -= file.charge
+            self.used = used = used - file.charge
             if file.kind == "entry":
                 gone.append(file.path)
             if used + need <= self.max_bytes:

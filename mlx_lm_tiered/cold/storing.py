@@ -220,7 +220,7 @@ class Storing:
                 self._catalog.forget(path)
                 self._tally.add("evictions")
         finally:
-            self.measure()
+            self._tally.usage = self._directory.used
 
     def measure(self) -> int:
         """Look at the bytes of the whole directory. Raises OSError."""
