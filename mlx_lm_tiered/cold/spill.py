@@ -337,5 +337,5 @@ class SpillQueue:
 
     def _result(self, target: int) -> FlushResult:
         self._ledger.settle(self._store.covers)
-        stats = self._store.stats()
-        return self._ledger.result(target, len(self._pending), stats["entries"], stats["longest_durable_prefix_tokens"])
+        catalog = self._store.catalog
+        return self._ledger.result(target, len(self._pending), len(catalog), catalog.longest())
