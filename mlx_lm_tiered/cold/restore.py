@@ -70,10 +70,9 @@ class Restore:
         return self._run(True)
 
     def _run(self, pieces: bool) -> Iterator[int]:
-        chain, checking = self._entry.chain, self._checking
-        with ExitStack() as files:
-            readers = [_open(files, one) for one in chain]
-            starts = _check_chain(self._entry, readers)
+        checking = self._checking
+        with open_chain(self._entry) as links:
+            readers = [reader for _, reader, _ in links]
             files_read = [(reader.status.st_dev, reader.status.st_ino, reader.header.checksum) for reader in readers]
             verify = checking.wanted(files_read)
             meta, status = readers[-1].header.meta, readers[-1].status
@@ -82,7 +81,7 @@ class Restore:
                     shared(meta, reader.header.meta)  # before anything is allocated: so all its bytes are in the files
                 assembly = Assembly(meta, beside=pieces)
                 yield from assembly.allocation()
-            for one, reader, until in zip(chain, readers, [*starts[1:], meta.length], strict=True):
+            for one, reader, until in links:
                 with _blaming(one, reader.status):
                     if pieces:
                         yield from assembly.filling(reader, until, verify)
