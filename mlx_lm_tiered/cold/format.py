@@ -60,9 +60,9 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def file_size(meta: Meta) -> int:
-    """Bytes of the finished file."""
-    return len(layout(meta)) + sum(spec.nbytes for spec in meta.all_tensors)
+def file_size(meta: Meta, header: bytearray | None = None) -> int:
+    """Bytes of the finished file; `header` is what `layout` makes of `meta`, from a caller who has it."""
+    return len(layout(meta) if header is None else header) + sum(spec.nbytes for spec in meta.all_tensors)
 
 
 def layout(meta: Meta) -> bytearray:

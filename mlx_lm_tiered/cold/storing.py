@@ -11,7 +11,7 @@ from ..index.keys import pack
 from .catalog import Catalog, ColdEntry, Found
 from .checking import BadEntry
 from .directory import Directory, DirectoryFull
-from .format import file_size
+from .format import file_size, layout
 from .health import Bounded, Outage
 from .meta import Meta
 from .placing import continued_file, remove_superseded
@@ -106,19 +106,20 @@ class Storing:
         keep = {one.path for one in self._catalog.superseded(meta, key)}
         try:
             self._directory.prepare()
+            header = layout(meta if proof is None else proof.meta)
             with self._directory.locked():
                 if proof is not None:
                     try:
-                        self.evict(file_size(proof.meta), frozenset(keep), frozenset(one.path for one in proof.chain))
+                        self.evict(file_size(proof.meta, header), frozenset(keep), frozenset(one.path for one in proof.chain))
                     except DirectoryFull:
                         if partial:
                             raise
                         proof.close()  # without the chain there may be room for the whole entry
-                        proof = None
+                        proof, header = None, layout(meta)
                 if proof is not None:
                     meta = proof.meta
                 path = self._directory.entry_path(meta.fingerprint, meta.namespace, key, meta.parent)
-                size = file_size(meta)
+                size = file_size(meta, header)
                 if proof is None:
                     self.evict(size, frozenset({path, *keep}))
                 temporary, fd = self._directory.create_partial(size)
@@ -128,6 +129,7 @@ class Storing:
                 proof=proof,
                 partial=partial,
                 wrote=lambda size: self._tally.add("written_bytes", size),
+                header=header,
             )  # fmt: skip
             return writer
         except DirectoryFull as error:

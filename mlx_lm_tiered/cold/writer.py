@@ -39,7 +39,8 @@ class EntryWriter:
     parents hold and raises NotIdentical when they hold something else. With `partial`
     they come as they are in the file, without what parents hold. `fd` is open on
     the file at `path`. `publish(path)` puts the finished, synced file in place.
-    `wrote` is told every write's bytes. All methods raise OSError; after that, or when
+    `wrote` is told every write's bytes. `header` is what `format.layout` made of
+    `meta`, for this writer alone, which fills it in. All methods raise OSError; after that, or when
     given up, `abort`.
     """
 
@@ -53,6 +54,7 @@ class EntryWriter:
         proof: Proof | None = None,
         partial: bool = False,
         wrote: Callable[[int], None] = lambda size: None,
+        header: bytearray | None = None,
     ):
         self.meta = meta
         self.checksum = ""  # of the finished header
@@ -61,10 +63,10 @@ class EntryWriter:
         self._publish = publish
         self._proof = proof
         self._wrote = wrote
-        self._header = fmt.layout(meta)
+        self._header = fmt.layout(meta) if header is None else header
         self._proves = proof is not None and not partial
         self._specs = (meta.all_tensors[0], *(meta.tensors if partial else meta.whole))
-        self.size = len(self._header) + sum(spec.nbytes for spec in meta.all_tensors)
+        self.size = fmt.file_size(meta, self._header)
         self._at = len(self._header)
         self._checksums: list[str] = []
         self._left = 0
