@@ -58,12 +58,11 @@ class Checkpoints:
                 self.skipped("no-fingerprint")
                 return None
             attempt = Attempt(identity, namespace_of(prompt, policy), len(prompt))
-            place = identity.fingerprint, attempt.namespace
-            if place in self._running:
+            if attempt.place in self._running:
                 self.skipped("running")  # the same request again, while it runs
                 return None
             state = self._restore(attempt, prompt)
-            self._running.add(place)
+            self._running.add(attempt.place)
             return RequestCheckpoints(self, attempt, state)
         except Exception as error:
             self._statistics.fault("checkpoint", f"looking for a checkpoint failed ({error!r})")
@@ -112,7 +111,7 @@ class Checkpoints:
 
     def end(self, attempt: Attempt, completed: bool) -> None:
         """A request is over."""
-        self._running.discard((attempt.identity.fingerprint, attempt.namespace))
+        self._running.discard(attempt.place)
         if completed:
             self._writer.void(attempt)
 
@@ -128,7 +127,7 @@ class Checkpoints:
         return identity
 
     def _restore(self, attempt: Attempt, prompt: Sequence[int]) -> GenerationState | None:
-        place = attempt.identity.fingerprint, attempt.namespace
+        place = attempt.place
         # One that turns out damaged leaves the index; the one before it may serve.
         for _ in range(3):
             if self._writer.is_void(*place) or (entry := self._store.newest(*place, token_key(prompt), KIND)) is None:

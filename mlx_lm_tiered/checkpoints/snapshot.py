@@ -13,6 +13,7 @@ from mlx_lm_hooks import Companion, GenerationState
 from .. import caches as kinds
 from ..cold.arrays import to_bytes
 from ..cold.catalog import MAX_CHAIN, ColdEntry
+from ..cold.checking import counts
 from ..cold.jobs import Job, describe
 from ..cold.meta import Meta
 from ..identity import Identity
@@ -40,6 +41,11 @@ class Attempt:
     basis: ColdEntry | None = None
     ended: bool = False
     completed: bool = False
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Fingerprint and namespace of its entries."""
+        return self.identity.fingerprint, self.namespace
 
 
 @dataclass(eq=False)
@@ -98,17 +104,13 @@ def state_of(caches: list[object], key: bytes, prompt: Sequence[int], companion:
     found = companion.scalars
     if set(found) != {"prompt", "pending", "context", "random"} or found["prompt"] != len(prompt) or tokens[: len(prompt)] != list(prompt):
         return None
-    counts = all(_below(found[name], limit) for name, limit in (("pending", 1 << 31), ("context", len(prompt) + 1)))
+    sound = counts([found["pending"]], 1 << 31) and counts([found["context"]], len(prompt) + 1)
     random = found["random"]
-    if random is not None and not (isinstance(random, list) and len(random) == 2 and all(_below(n, 1 << 32) for n in random)):
+    if random is not None and not (counts(random, 1 << 32) and len(random) == 2):
         return None
-    if not counts or len(tokens) <= len(prompt) or any(not 0 <= token < 1 << 31 for token in tokens[len(prompt) :]):
+    if not sound or len(tokens) <= len(prompt) or any(not 0 <= token < 1 << 31 for token in tokens[len(prompt) :]):
         return None
     return GenerationState(tokens, found["pending"], caches, found["context"], tuple(random) if random is not None else None)
-
-
-def _below(value: object, limit: int) -> bool:
-    return type(value) is int and 0 <= value < limit
 
 
 def signatures(caches: Sequence[object]) -> tuple[str, ...]:

@@ -55,8 +55,8 @@ class CheckpointWriter:
             snapshot.attempt.basis = None
             if self._closing or snapshot.attempt.completed:
                 return
-            self._lost.discard(_place(snapshot.attempt))
-            for other in [w for w in self._work if isinstance(w, Snapshot) and w.attempt is snapshot.attempt]:
+            self._lost.discard(snapshot.attempt.place)
+            for other in self._waiting(snapshot.attempt):
                 self._work.remove(other)
                 self._counts["superseded"] += 1
             self._work.append(snapshot)
@@ -67,10 +67,10 @@ class CheckpointWriter:
         """A request was answered: what is kept of it counts no more, from now on, and its files go."""
         with self._condition:
             attempt.completed = True
-            for other in [w for w in self._work if isinstance(w, Snapshot) and w.attempt is attempt]:
+            for other in self._waiting(attempt):
                 self._work.remove(other)
-            self._lost.discard(_place(attempt))
-            self._void[_place(attempt)] += 1
+            self._lost.discard(attempt.place)
+            self._void[attempt.place] += 1
             self._work.append(attempt)
             self._condition.notify_all()
 
@@ -171,22 +171,22 @@ class CheckpointWriter:
     def _keep(self, snapshot: Snapshot) -> None:
         """A checkpoint is on disk: the ones before it go, unless it goes on from them."""
         attempt = snapshot.attempt
-        entry: ColdEntry | None = self._store.newest(*_place(attempt), snapshot.key, KIND)
+        entry: ColdEntry | None = self._store.newest(*attempt.place, snapshot.key, KIND)
         with self._condition:
             attempt.durable, attempt.signatures = entry, snapshot.meta.signatures
-            waiting = [w.parent for w in self._work if isinstance(w, Snapshot) and w.attempt is attempt]
+            waiting = [w.parent for w in self._waiting(attempt)]
             keep = [one for one in (entry, attempt.basis, *waiting) if one is not None]
             self._counts["written"] += 1
             self._counts["written_bytes"] += entry.nbytes if entry is not None else 0
         if entry is not None:
-            self._store.discard(*_place(attempt), keep)
+            self._store.discard(*attempt.place, keep)
 
     def _remove(self, attempt: Attempt) -> None:
         try:
-            gone = self._store.discard(*_place(attempt))
+            gone = self._store.discard(*attempt.place)
         finally:
             with self._condition:
-                self._void[_place(attempt)] -= 1
+                self._void[attempt.place] -= 1
                 self._void += Counter()  # without those at 0
         if gone:
             with self._condition:
@@ -202,8 +202,11 @@ class CheckpointWriter:
         logger.debug("SSD cache: a checkpoint was not stored", exc_info=error)
         with self._condition:
             self._counts["failed"] += 1
-            if isinstance(work, Snapshot) and not any(isinstance(w, Snapshot) and w.attempt is attempt for w in self._work):
-                self._lost.add(_place(attempt))
+            if isinstance(work, Snapshot) and not self._waiting(attempt):
+                self._lost.add(attempt.place)
+
+    def _waiting(self, attempt: Attempt) -> list[Snapshot]:
+        return [w for w in self._work if isinstance(w, Snapshot) and w.attempt is attempt]
 
     def _rest(self, seconds: float) -> None:
         with self._condition:
@@ -219,8 +222,4 @@ class CheckpointWriter:
             self._work.remove(victim)
             total -= victim.nbytes
             self._counts["dropped"] += 1
-            self._lost.add(_place(victim.attempt))
-
-
-def _place(attempt: Attempt) -> tuple[str, str]:
-    return attempt.identity.fingerprint, attempt.namespace
+            self._lost.add(victim.attempt.place)
