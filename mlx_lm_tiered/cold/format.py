@@ -165,7 +165,7 @@ def parse(header: bytes, size: int) -> Header:
     specs, offsets = _tensors(table, parse_json(text_of(texts, "grow_axes")), size - len(header))
     length = number_of(texts, "length")
     start, parent, parent_checksum = number_of(texts, "start"), text_of(texts, "parent"), text_of(texts, "parent_checksum")
-    if not (_NAME.fullmatch(parent) and _NAME.fullmatch(parent_checksum) if start else parent == parent_checksum == ""):
+    if not continues(start, parent, parent_checksum):
         raise BadEntry("The metadata does not say whose tokens come before.")
     if start >= length or specs[0] != TensorSpec(TOKENS, "I64", (length - start,)):
         raise BadEntry("The first tensor is not the tokens.")
@@ -196,6 +196,13 @@ def parse(header: bytes, size: int) -> Header:
         companion=companion,
     )
     return Header(meta, len(header), offsets, tuple(sums[i : i + 16] for i in range(0, len(sums), 16)), checksum)
+
+
+def continues(start: int, parent: str, parent_checksum: str) -> bool:
+    """Whether a header says whose the tokens before `start` are, or that there are none."""
+    if not start:
+        return parent == parent_checksum == ""
+    return bool(_NAME.fullmatch(parent) and _NAME.fullmatch(parent_checksum))
 
 
 def _parts(value: Any, specs: tuple[TensorSpec, ...], tokens: int) -> tuple[bool, ...]:

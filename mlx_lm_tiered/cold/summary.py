@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from typing import Any
 
 from . import format as fmt
-from .checking import BadEntry, ForeignEntry, encodable
+from .checking import BadEntry, ForeignEntry, encodable, number_of
 from .meta import TOKENS, Meta
 
 AT_ONCE = 16 << 10  # bytes read first: most headers are shorter
-_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 def read_summary(fd: int, size: int) -> tuple[Meta, str, int, str]:
@@ -44,12 +41,12 @@ def read_summary(fd: int, size: int) -> tuple[Meta, str, int, str]:
         if texts["version"] != fmt.VERSION:
             raise ForeignEntry("The file has another format version.")
         meta = Meta(
-            fingerprint=texts["fingerprint"], namespace=texts["namespace"], length=_number(texts["length"]), tensors=(), descriptors=None,
-            cuttable=texts["cuttable"] == "true", minimum_reusable=_number(texts["minimum_reusable"]), role=texts["role"],
-            created=_number(texts["created"]), start=_number(texts["start"]), parent=texts["parent"], parent_checksum=texts["parent_checksum"],
+            fingerprint=texts["fingerprint"], namespace=texts["namespace"], length=number_of(texts, "length"), tensors=(), descriptors=None,
+            cuttable=texts["cuttable"] == "true", minimum_reusable=number_of(texts, "minimum_reusable"), role=texts["role"],
+            created=number_of(texts, "created"), start=number_of(texts, "start"), parent=texts["parent"], parent_checksum=texts["parent_checksum"],
         )  # fmt: skip
         sums, own = texts["checksums"][:16], meta.length - meta.start
-        named = (_NAME.fullmatch(meta.parent) and _NAME.fullmatch(meta.parent_checksum)) if meta.start else meta.parent == meta.parent_checksum == ""
+        named = fmt.continues(meta.start, meta.parent, meta.parent_checksum)
         sound = named and own > 0 and meta.minimum_reusable <= meta.length and end == size - length
         if not sound or tokens != {"dtype": "I64", "shape": [own], "data_offsets": [0, 8 * own]} or len(sums) != 16 or 8 * own > end:
             raise BadEntry("The header contradicts itself or the file's size.")
@@ -58,9 +55,3 @@ def read_summary(fd: int, size: int) -> tuple[Meta, str, int, str]:
     if not all(isinstance(text, str) and encodable(text) for text in (meta.fingerprint, meta.namespace, meta.role, sums)):
         raise BadEntry("The metadata holds something that is not a string.")
     return meta, checksum, length, sums
-
-
-def _number(text: Any) -> int:
-    if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= 20):
-        raise ValueError("not a number")
-    return int(text)
