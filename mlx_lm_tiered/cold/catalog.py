@@ -79,7 +79,6 @@ class Catalog:
         self._children: dict[ColdEntry, set[ColdEntry]] = {}
         # Entries of the same tokens in two files, which a crash may leave; one of them is in the index.
         self._names: dict[tuple[str, str], list[ColdEntry]] = {}
-        self._segments = 0
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -182,7 +181,6 @@ class Catalog:
                 if self._paths.get(parent.path) is not parent or len(entry.chain) > MAX_CHAIN:
                     return False
                 self._children.setdefault(parent, set()).add(entry)
-                self._segments += 1
             self._names.setdefault((entry.fingerprint, entry.name), []).append(entry)
             self._indexes.setdefault((entry.fingerprint, entry.namespace), CompactIndex()).add(entry)
             self._paths[entry.path] = entry
@@ -207,10 +205,8 @@ class Catalog:
 
     def _remove(self, entry: ColdEntry) -> None:
         del self._paths[entry.path]
-        if entry.parent is not None:
-            self._segments -= 1
-            if entry.parent in self._children:
-                self._children[entry.parent].discard(entry)
+        if entry.parent is not None and entry.parent in self._children:
+            self._children[entry.parent].discard(entry)
         index = self._indexes[entry.fingerprint, entry.namespace]
         index.remove(entry)
         twins = self._names[entry.fingerprint, entry.name]
@@ -232,10 +228,11 @@ class Catalog:
         """Entries that continue another, and the files of the longest chain."""
         with self._lock:
             level, depth = [e for e in self._paths.values() if e.parent is None], 0
+            segments = len(self._paths) - len(level)
             while level:
                 depth += 1
                 level = [child for e in level for child in self._children.get(e, ())]
-            return self._segments, depth
+            return segments, depth
 
     def longest(self) -> int:
         """Tokens of the longest entry."""
