@@ -40,13 +40,6 @@ class EntryReader(EntryFile):
         self.hash_seconds = 0.0
         self._lock = threading.Lock()
 
-    def arrays(self, verify: bool) -> dict[str, mx.array]:
-        """Every tensor of a whole entry but the tokens (see `Assembly`)."""
-        assembly = Assembly(self.header.meta)
-        assembly.allocate()
-        assembly.fill(self, self.header.meta.length, verify)
-        return assembly.finish()
-
     def fill(self, landing: Landing, number: int, verify: bool, start: int = 0, stop: int | None = None, beyond: int = 0) -> None:
         """Read tensor `number` into its place (see `Landing.runs`); several may be read at once. Raises BadEntry, with `verify` also for a wrong checksum."""
         for _ in self.pieces(landing, number, verify, start, stop, beyond):
@@ -91,11 +84,6 @@ class Assembly:
         self._specs = meta.whole
         self._landings: list[Landing] = []
         self._settled = False
-
-    def allocate(self) -> None:
-        """Make the arrays."""
-        for _ in self.allocation():
-            pass
 
     def allocation(self) -> Iterator[int]:
         """Make the arrays, one a piece; gives 0 for each."""

@@ -23,7 +23,7 @@ from mlx_lm_tiered.cold import reader
 from mlx_lm_tiered.cold.arrays import MAX_ROOM, MLX_DTYPES, STEP, capacities, spec_of, to_bytes
 from mlx_lm_tiered.cold.checking import BadEntry, ForeignEntry
 from mlx_lm_tiered.cold.meta import Meta, TensorSpec
-from mlx_lm_tiered.cold.reader import open_entry
+from mlx_lm_tiered.cold.reader import Assembly, open_entry
 from mlx_lm_tiered.cold.writer import EntryWriter
 from mlx_lm_tiered.index.keys import token_key
 
@@ -44,7 +44,11 @@ def write(path, arrays, tokens=(1, 2, 3), grow=None, **fields):
 
 def read(path, verify=True):
     with open_entry(path) as reader:
-        return reader.key(), reader.arrays(verify)
+        key, assembly = reader.key(), Assembly(reader.header.meta)
+        for _ in assembly.allocation():
+            pass
+        assembly.fill(reader, reader.header.meta.length, verify)
+        return key, assembly.finish()
 
 
 def random_array(dtype, shape):
