@@ -209,8 +209,7 @@ class Indexing:
             names = set()
         with self._lock:
             gone, new = seen.names - names, names - seen.names
-            # Too fresh a time stamp may hide a change that comes at once.
-            seen.names, seen.changed = names, changed if time.time_ns() - changed > UNSETTLED * 1e9 else -1
+            seen.names, seen.changed = names, _settled(changed)
         for name in gone:
             if not (folder / name).exists():  # it may have come back
                 self._catalog.forget(folder / name)
@@ -235,12 +234,17 @@ class Indexing:
             return 0
 
 
+def _settled(changed: int) -> int:
+    """A folder's time stamp; -1, which none equals, for one so fresh that it may hide a change that comes at once."""
+    return changed if time.time_ns() - changed > UNSETTLED * 1e9 else -1
+
+
 class _Seen:
     """What the last look at a model's folder saw: its names, and when it had `changed`."""
 
     def __init__(self, changed: int, look_at: float):
         self.names: set[str] = set()
-        self.changed = changed if time.time_ns() - changed > UNSETTLED * 1e9 else -1
+        self.changed = _settled(changed)
         self.look_at = look_at
 
     def retry_orphans(self, counts: Counter[str], folder: Path, catalog: Catalog) -> None:

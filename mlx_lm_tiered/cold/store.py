@@ -98,8 +98,7 @@ class ColdStore:
                     self._catalog.forget(entry.path, entry)
                     break
                 except OSError:
-                    self._tally.add("untouched")  # not reachable for the moment: nobody can say it is gone
-                    return True
+                    return True  # not reachable for the moment: nobody can say it is gone
             else:
                 return True
         return False
