@@ -6,13 +6,13 @@ import hashlib
 import json
 import logging
 import os
-import secrets
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from . import private_file
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -22,7 +22,6 @@ TRIES = 3
 # A change right after a change may leave times as they are, at the clock's
 # resolution in the file system; digests of files that fresh are not kept.
 FRESH_NS = 50_000_000
-ORPHANED = 60.0  # seconds after which a temporary file has no writer any more
 
 
 def stat_key(path: Path) -> tuple[Any, ...]:
@@ -86,27 +85,10 @@ class DigestMemo:
                 return
             data = self._encode()
             self._changed = False
-        partial = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            self._clean_up()
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(data)
-                os.replace(partial, self._path)
-            except OSError:
-                partial.unlink(missing_ok=True)
-                raise
+            private_file.replace(self._path, data)
         except OSError as error:
             logger.debug("SSD cache: digests are not remembered: %s", error)
-
-    def _clean_up(self) -> None:
-        """Remove what processes that were killed while saving left here."""
-        assert self._path is not None
-        for orphan in self._path.parent.glob(f"{self._path.name}.*.tmp"):
-            if time.time() - orphan.lstat().st_mtime > ORPHANED:
-                orphan.unlink(missing_ok=True)
 
     def _encode(self) -> bytes:
         kept: list[list[Any]] = []
@@ -122,13 +104,11 @@ class DigestMemo:
         if self._path is None:
             return {}
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-            with os.fdopen(fd, "rb") as file:
-                status = os.fstat(fd)
-                # A digest someone else could have written would let his weights pass for ours.
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                    return {}
-                found = json.loads(file.read(4 * MEMO_BYTES))
+            # A digest someone else could have written would let his weights pass for ours.
+            data = private_file.read(self._path, 4 * MEMO_BYTES, refused_mode=0o022)
+            if data is None:
+                return {}
+            found = json.loads(data)
             return {tuple(key): digest for *key, digest in found["digests"] if _sound(key, digest)}
         except FileNotFoundError:
             return {}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import secrets
-import stat
-import time
 from pathlib import Path
 from typing import Any
+
+from .. import private_file
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -18,7 +16,6 @@ NAME = "rates.json"  # in the cache directory
 MAX_BYTES = 32 << 10
 MAX_MODELS = 8
 LEAST = 1e-9  # seconds: nothing that is measured takes less, and quotients of less leave a float's range
-ORPHANED = 60.0  # seconds after which a temporary file has no writer any more
 _FINGERPRINT = re.compile(r"[0-9a-f]{16,128}")
 
 Chunk = tuple[int, int, float]
@@ -29,12 +26,10 @@ Found = dict[str, tuple[list[Chunk], list[Restored]]]
 def read(path: Path) -> Found:
     """The measurements by fingerprint, least recently written first; what is not sound is left out."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > MAX_BYTES:
-                return {}
-            content = json.loads(file.read(MAX_BYTES))
+        data = private_file.read(path, MAX_BYTES + 1)
+        if data is None or len(data) > MAX_BYTES:
+            return {}
+        content = json.loads(data)
         models = content["models"] if content["version"] == 1 else {}
         return {fingerprint: _sound(model) for fingerprint, model in models.items() if _FINGERPRINT.fullmatch(fingerprint)}
     except FileNotFoundError:
@@ -52,20 +47,8 @@ def write(path: Path, found: Found) -> None:
         merged[fingerprint] = measured
     kept = dict(list(merged.items())[-MAX_MODELS:])
     data = json.dumps({"version": 1, "models": {k: {"chunks": _short(c), "restores": _short(r)} for k, (c, r) in kept.items()}}).encode()
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for orphan in path.parent.glob(f"{path.name}.*.tmp"):
-            if time.time() - orphan.lstat().st_mtime > ORPHANED:
-                orphan.unlink(missing_ok=True)
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-            os.replace(partial, path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        private_file.replace(path, data)
     except OSError as error:
         logger.debug("SSD cache: measured rates are not kept: %s", error)
 
