@@ -13,11 +13,11 @@ from ..schemes.caches import PARTS
 from .attention import PlainKind
 from .batch import BatchKind, BatchRotatingKind
 from .kind import Dump, Kind, Tensor
+from .quantized import BOUND, check_triple, read_format
 from .rotating import RotatingKind
 from .untrusted import FLOATS, LARGEST, Reader
 
 SIDES = ("keys", "values")
-BOUND = "minimum_reusable_offset"
 
 
 class _Affine(Kind):
@@ -66,10 +66,7 @@ class _Affine(Kind):
         return {"bits": cache.bits, "group_size": cache.group_size, **fields}, {**same, **sides}
 
     def _load_parts(self, reader: Reader, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
-        bits = reader.integer("bits", 2, 8)
-        group_size = reader.integer("group_size", 32, 128)
-        if bits == 7 or group_size not in (32, 64, 128):
-            raise reader.fault(f"nothing is quantized to {bits} bits in groups of {group_size}")
+        bits, group_size = read_format(reader)
         names = {f"{side}_{part}" for side in SIDES for part in PARTS}
         same = {name: array for name, array in arrays.items() if name not in names}
         triples = [[reader.optional_array(f"{side}_{part}", 4) for part in PARTS] for side in SIDES]
@@ -86,11 +83,11 @@ class _Affine(Kind):
     def _check(self, reader: Reader, triples: list[list[Any]], bits: int, group_size: int) -> None:
         if any(array is None for triple in triples for array in triple):
             raise reader.fault("some of its tensors are missing")
-        for side, (packed, scales, biases) in zip(SIDES, triples, strict=True):
-            if packed.dtype != mx.uint32 or scales.dtype not in FLOATS or biases.dtype != scales.dtype or biases.shape != scales.shape:
+        for side, triple in zip(SIDES, triples, strict=True):
+            packed, scales, _ = triple
+            if packed.dtype != mx.uint32 or scales.dtype not in FLOATS:
                 raise reader.fault(f"scales and biases of the {side} do not belong together")
-            if packed.shape[:3] != scales.shape[:3] or packed.shape[3] * 32 != scales.shape[3] * group_size * bits:
-                raise reader.fault(f"the {side} have impossible shapes")
+            check_triple(reader, side, triple, bits, group_size)
         if triples[0][1].dtype != triples[1][1].dtype:
             raise reader.fault("keys and values do not belong together")
 

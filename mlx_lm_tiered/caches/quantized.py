@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ..schemes.caches import PARTS
 from .attention import TOKEN_AXIS
 from .kind import Dump, Kind, Tensor, room, share, total_nbytes
 from .untrusted import FLOATS, Reader
 
-PARTS = ("packed", "scales", "biases")
 # Upstream converts a plain cache at some token; later tokens attended to rounded
 # keys, earlier ones did not. A run resumed before that token would compute others.
 BOUND = "minimum_reusable_offset"
+
+
+def read_format(reader: Reader) -> tuple[int, int]:
+    """Bits and group size, such as mlx can quantize to. Raises ValueError."""
+    bits = reader.integer("bits", 2, 8)
+    group_size = reader.integer("group_size", 32, 128)
+    if bits == 7 or group_size not in (32, 64, 128):
+        raise reader.fault(f"nothing is quantized to {bits} bits in groups of {group_size}")
+    return bits, group_size
+
+
+def check_triple(reader: Reader, side: str, triple: Sequence[mx.array], bits: int, group_size: int) -> None:
+    """Whether packed values, scales and biases (each of four dimensions) have shapes that belong together. Raises ValueError."""
+    packed, scales, biases = triple
+    if scales.shape != biases.shape or scales.dtype != biases.dtype:
+        raise reader.fault(f"scales and biases of the {side} do not belong together")
+    if packed.shape[:3] != scales.shape[:3] or packed.shape[3] * 32 != scales.shape[3] * group_size * bits:
+        raise reader.fault(f"the {side} have impossible shapes")
 
 
 class QuantizedKind(Kind):
@@ -75,10 +93,7 @@ class QuantizedKind(Kind):
 
     def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
         reader = Reader(self.name, fields, arrays)
-        bits = reader.integer("bits", 2, 8)
-        group_size = reader.integer("group_size", 32, 128)
-        if bits == 7 or group_size not in (32, 64, 128):
-            raise reader.fault(f"nothing is quantized to {bits} bits in groups of {group_size}")
+        bits, group_size = read_format(reader)
         cache = self.cache_class()(group_size=group_size, bits=bits)
         bound = reader.optional_integer(BOUND)
         if bound is not None:
@@ -95,10 +110,8 @@ class QuantizedKind(Kind):
         packed = reader.array(f"{side}_packed", 4, (mx.uint32,))
         scales = reader.array(f"{side}_scales", 4, FLOATS)
         biases = reader.array(f"{side}_biases", 4, FLOATS)
-        width = scales.shape[3] * cache.group_size * cache.bits
-        if scales.shape != biases.shape or scales.dtype != biases.dtype:
-            raise reader.fault(f"scales and biases of the {side} do not belong together")
-        if 0 in packed.shape[:2] or packed.shape[:3] != scales.shape[:3] or packed.shape[3] * 32 != width:
+        check_triple(reader, side, (packed, scales, biases), cache.bits, cache.group_size)
+        if 0 in packed.shape[:2]:
             raise reader.fault(f"the {side} have impossible shapes")
         if packed.shape[TOKEN_AXIS] < cache.offset:
             raise reader.fault(f"{packed.shape[TOKEN_AXIS]} slots cannot hold {cache.offset} tokens")
