@@ -91,9 +91,16 @@ def one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def _setting(default: Any, parse: Callable[[Any], Any], help: str, *, shown: str = "", metavar: str = "", needs: str = "", upstream: bool = False) -> Any:
-    """A field of `Settings`. `needs` names the setting without which this one does nothing; `upstream` marks flags that upstream's server already has."""
-    return field(default=default, metadata=dict(parse=parse, help=help, shown=shown, metavar=metavar, needs=needs, upstream=upstream))
+def _setting(
+    default: Any, parse: Callable[[Any], Any], help: str, *,
+    shown: str = "", metavar: str = "", needs: str = "", upstream: bool = False, server: bool = False,
+) -> Any:  # fmt: skip
+    """A field of `Settings`.
+
+    `needs` names the setting without which this one does nothing; `upstream` marks flags
+    that upstream's server already has, `server` those that no other command has a use for.
+    """
+    return field(default=default, metadata=dict(parse=parse, help=help, shown=shown, metavar=metavar, needs=needs, upstream=upstream, server=server))
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ class Settings:
     )  # fmt: skip
     generation_checkpoint: int = _setting(
         0, int, "Keep a running generation on the SSD tier every so many tokens, so that the same request goes on after a kill; 0: never.",
-        shown="off", metavar="TOKENS", needs="ssd_cache",
+        shown="off", metavar="TOKENS", needs="ssd_cache", server=True,
     )  # fmt: skip
     writebehind: bool = _setting(
         True, parse_switch, "Write entries to the SSD tier soon after each request, in idle turns. Off: only on eviction, flush and shutdown.",
@@ -156,18 +163,18 @@ class Settings:
     memory_budget: int | None = _setting(
         None, parse_size,
         "Bytes that a server's arrays may take, the model's included; stored prefixes make room first, then requests are refused. 0: no guard.",
-        shown="what the device recommends, else 80 % of memory", metavar="SIZE",
+        shown="what the device recommends, else 80 % of memory", metavar="SIZE", server=True,
     )  # fmt: skip
     shutdown_timeout: float = _setting(
-        120.0, parse_seconds, "Seconds a stopping server may take to finish requests and save.", shown="120", metavar="SECONDS"
+        120.0, parse_seconds, "Seconds a stopping server may take to finish requests and save.", shown="120", metavar="SECONDS", server=True
     )
     admin_routes: str = _setting(
         "local", one_of("local", "all", "off"), "Who may use /stats and /admin: local (this machine), all, or off (no one).",
-        shown="local", metavar="WHO",
+        shown="local", metavar="WHO", server=True,
     )  # fmt: skip
     warm: Path | None = _setting(
         None, parse_file, "File of prompts that are prefilled at start while nobody asks for anything: JSON, or one JSON object a line.",
-        shown="none", metavar="FILE",
+        shown="none", metavar="FILE", server=True,
     )  # fmt: skip
 
 
@@ -194,7 +201,7 @@ def add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
     for f in fields(Settings):
         if command == "server" and f.metadata["upstream"]:
             continue
-        if command != "server" and f.name in ("memory_budget", "shutdown_timeout", "admin_routes", "warm", "generation_checkpoint"):
+        if command != "server" and f.metadata["server"]:
             continue
         text = f"{f.metadata['help']} Default: {f.metadata['shown']}. Environment: {env_name(f.name)}".replace("%", "%%")
         if f.metadata["parse"] is parse_switch:
