@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from .ram import RamTier, usable_length
+from .ram import RamTier, usable_by
 
 
 class Look(NamedTuple):
@@ -24,7 +24,7 @@ class Look(NamedTuple):
 def look_in_ram(ram: RamTier, namespace: Hashable, tokens: Sequence[int], key: bytes) -> Look:
     """The same for the RAM tier. Any thread."""
     index = ram.index_of(namespace)
-    best = index.best(key, lambda entry, common: usable_length(tokens, common, entry.length, entry.serves))
+    best = index.best(key, usable_by(tokens))
     closest = index.closest(key)
     hit = best[1] if best is not None else 0
     return Look(hit, closest[0].length, closest[1]) if closest is not None else Look(hit)

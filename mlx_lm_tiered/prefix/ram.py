@@ -11,6 +11,7 @@ from typing import Any
 from mlx_lm_hooks import Companion
 
 from .. import caches as kinds
+from ..index.keys import WIDTH
 from ..index.prefixes import PrefixIndex
 
 
@@ -28,6 +29,11 @@ def usable_length(tokens: Sequence[int], common: int, length: int, can_cut: Call
     while limit > 0 and tokens[limit] < 0 and tokens[limit] == tokens[limit - 1]:
         limit -= 1
     return limit if limit > 0 and can_cut(limit) else 0
+
+
+def usable_by(tokens: Sequence[int]) -> Callable[[Any, int], int]:
+    """`usable_length` for these tokens: of an entry, in whichever tier, and the number of tokens it has in common with them."""
+    return lambda entry, common: usable_length(tokens, common, entry.length, entry.serves)
 
 
 @dataclass(eq=False)
@@ -89,12 +95,8 @@ class RamTier:
         """The entry that serves the longest prefix of `tokens`, and its length."""
         if namespace not in self._indexes:
             return None
-
-        def usable(entry: Entry, common: int) -> int:
-            return usable_length(tokens, common, entry.length, entry.serves)
-
-        best = self._indexes[namespace].best(key, usable)
-        if best is not None and best[0].length > best[1] and (exact := self._indexes[namespace].exact(key[: best[1] * 8])) is not None:
+        best = self._indexes[namespace].best(key, usable_by(tokens))
+        if best is not None and best[0].length > best[1] and (exact := self._indexes[namespace].exact(key[: best[1] * WIDTH])) is not None:
             return exact, best[1]  # need not be cut, and may have companion state
         return best
 

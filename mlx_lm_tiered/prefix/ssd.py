@@ -16,7 +16,7 @@ from ..identity import Identity, IdentityResolver
 from ..statistics import Statistics
 from .choice import Chooser, Decision, candidates
 from .probing import Look
-from .ram import Entry, usable_length
+from .ram import Entry, usable_by
 from .rates import KEPT_CHUNKS, Rates
 
 # The first requests after a start may come before its weights are hashed and its headers
@@ -67,9 +67,10 @@ class SsdTier:
         found = self._find(identity.fingerprint, key, len(tokens) - 1) if identity is not None else None
         if identity is None or found is None or self.chooser.mode == "never":
             return None
+        serves = usable_by(tokens)
 
         def usable(entry: ColdEntry, common: int) -> int:
-            length = usable_length(tokens, common, entry.length, entry.serves)
+            length = serves(entry, common)
             return length if length > longer_than else 0
 
         length = usable(found.entry, found.length)
@@ -175,10 +176,10 @@ class SsdTier:
         identity = self._identity(source, 0)
         if identity is None:
             return {"queue": Look(), "ssd": Look()}
-        place = identity.fingerprint, ""
-        queued = self._queue.find(*place, key, lambda job, common: usable_length(tokens, common, job.length, job.serves))
+        place, usable = (identity.fingerprint, ""), usable_by(tokens)
+        queued = self._queue.find(*place, key, usable)
         found = self._store.find(*place, key, len(tokens) - 1)
-        hit = usable_length(tokens, found.length, found.entry.length, found.entry.serves) if found is not None else 0
+        hit = usable(*found) if found is not None else 0
         closest = self._store.closest(*place, key)
         file = f"{identity.fingerprint}/{closest.entry.path.name}" if closest is not None else ""
         return {

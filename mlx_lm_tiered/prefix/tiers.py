@@ -16,7 +16,7 @@ from ..statistics import Statistics
 from .agreeing import agreeing
 from .demotion import Demotion
 from .preparing import Preparation, Preparations
-from .ram import Entry, RamTier, usable_length
+from .ram import Entry, RamTier, usable_by
 from .unsaved import Unsaved
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class TieredPrefixCache:
     def _in_memory(self, namespace: Hashable, source: ModelSource, tokens: Sequence[int], key: bytes) -> tuple[tuple[Entry, int] | None, str]:
         """The entry that serves the longest prefix without reading anything, with that length, and where it is."""
         found, tier = self.ram.find(namespace, tokens, key), "ram"
-        waiting = self._waiting(source, key, lambda e, common: usable_length(tokens, common, e.length, e.serves))
+        waiting = self._waiting(source, key, usable_by(tokens))
         if waiting is not None and (found is None or found[1] < waiting[1]):
             found, tier = waiting, "queue"
         return (found if found is None or found[1] >= self._min_tokens else None), tier
