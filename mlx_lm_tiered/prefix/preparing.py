@@ -89,8 +89,6 @@ class Preparations:
 
     def begin(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Preparation | None:
         """Begin to restore the longest usable prefix of `tokens`; None when no stored one is longer than `longer_than`."""
-        if self._ssd.chooser.mode == "never":
-            return None
         preparation = Preparation(self._ssd, self._restorer, source, tokens, key, longer_than)
         if preparation.step():
             preparation.cancel()

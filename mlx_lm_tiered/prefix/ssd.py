@@ -65,7 +65,7 @@ class SsdTier:
         """The entry to restore for `tokens`, and how many of them it serves, if that is more than `longer_than` and expected to pay. Looks at the index only."""
         identity = self._identity(source, 0)
         found = self._find(identity.fingerprint, key, len(tokens) - 1) if identity is not None else None
-        if identity is None or found is None or self.chooser.mode == "never":
+        if identity is None or found is None:
             return None
         serves = usable_by(tokens)
 
