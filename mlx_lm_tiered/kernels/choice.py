@@ -10,12 +10,15 @@ import mlx.core as mx
 from .check import Format, passes
 from .decode import decode, supports
 
-MODES = ("auto", "off")
+
+def on_cuda() -> bool:
+    """Whether mlx computes on a GPU that is not Apple's."""
+    return mx.default_device().type == mx.gpu and not mx.metal.is_available()
 
 
 def available() -> bool:
     """Whether there is a kernel for the default device."""
-    return mx.default_device().type == mx.gpu and not mx.metal.is_available()
+    return on_cuda()
 
 
 class Kernels:

@@ -164,12 +164,12 @@ def _chunk_seconds(model: Model, start: int, stop: int) -> float | None:
 
 
 def _report(model: Model) -> dict[str, Any]:
-    chunk, read_costs = model.chunk_costs(), model.read_costs()
+    read_costs = model.read_costs()
 
     def speed(offset: int) -> float | None:
         count = max((tokens for _, tokens, _ in model.chunks), default=0)
         seconds = _chunk_seconds(model, offset, offset + count)
-        return round(count / seconds, 1) if chunk is not None and seconds else None
+        return round(count / seconds, 1) if seconds else None
 
     size = sum(size for size, _, _ in model.restores) / max(1, len(model.restores))
     return {

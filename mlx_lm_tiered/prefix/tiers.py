@@ -72,17 +72,18 @@ class TieredPrefixCache:
         return True
 
     def take(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
-        taken, tier, decision = None, "", None
+        taken, tier, decision, key = None, "", None, b""
         if len(tokens) > 1:
             try:
-                taken, tier = self._take(source, tokens, key := token_key(tokens))
+                key = token_key(tokens)
+                taken, tier = self._take(source, tokens, key)
                 if self._ssd is not None:
                     decision = self._ssd.decided(key, tier == "ssd")
             except Exception as error:
                 self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
         if self.is_clients(tokens):
             self._statistics.looked_up(tier, len(tokens), taken.length if taken else 0)
-            self._explain(source, tokens, tier, taken.length if taken else 0, decision)
+            self._explain(source, tokens, key, tier, taken.length if taken else 0, decision)
         return taken
 
     def prepare(self, source: ModelSource, tokens: Sequence[int]) -> Preparation | None:
@@ -173,7 +174,7 @@ class TieredPrefixCache:
 
     # Inside
 
-    def _explain(self, source: ModelSource, tokens: Sequence[int], tier: str, reused: int, decision: Decision | None) -> None:
+    def _explain(self, source: ModelSource, tokens: Sequence[int], key: bytes, tier: str, reused: int, decision: Decision | None) -> None:
         """One line per request: how much was reused, and why not more."""
         if not logger.isEnabledFor(logging.INFO):
             return
@@ -181,7 +182,7 @@ class TieredPrefixCache:
         if decision is not None:
             text += f"; {decision}"
         if reused < len(tokens) - 1 and (decision is None or decision.action == "restored"):
-            text += "; " + self._why_not_more(source, token_key(tokens), len(tokens))
+            text += "; " + self._why_not_more(source, key, len(tokens))
         logger.info(text)
 
     def _why_not_more(self, source: ModelSource, key: bytes, prompt: int) -> str:

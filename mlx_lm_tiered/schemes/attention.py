@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..kernels.choice import Kernels
+from ..kernels.choice import Kernels, on_cuda
 from .caches import Triple
 from .mixed import Rows
 
@@ -32,7 +32,7 @@ def build(upstream: Callable[..., mx.array], kernels: Kernels | None = None) -> 
         queries: mx.array, q_keys: Any, q_values: Any, scale: float, mask: Any, group_size: int = 64, bits: int = 8, sinks: Any = None
     ) -> mx.array:
         if isinstance(q_keys, Rows):
-            return q_keys.attend(attend, queries, q_values, scale, mask, sinks)
+            return q_keys.attend(attend, queries, scale, mask, sinks)
         if kernels is not None:
             done = kernels.attend(queries, q_keys, q_values, scale, mask, sinks, bits, group_size)
             if done is not None:
@@ -55,7 +55,7 @@ def _upstreams(queries: mx.array, values: Any, group_size: int) -> bool:
 
 def _strided_unsupported() -> bool:
     """Whether `mx.quantized_matmul` fails on slices of a cache's buffers: mlx on CUDA has no implementation for them."""
-    return mx.default_device().type == mx.gpu and not mx.metal.is_available()
+    return on_cuda()
 
 
 def tile_size(rows: int, heads: int, length: int) -> int:

@@ -32,7 +32,7 @@ class Rows:
     bits: int = 0
     group_size: int = 0  # of no group in particular: their presence says that this is not a plain array
 
-    def attend(self, quantized: Callable[..., mx.array], queries: mx.array, _values: Any, scale: float, mask: Any, sinks: Any) -> mx.array:
+    def attend(self, quantized: Callable[..., mx.array], queries: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of each group over its own keys, with the rows in their places again."""
         outputs = []
         for rows, keys, values in self.groups:
