@@ -7,12 +7,11 @@ from typing import Any
 
 from mlx_lm_hooks import Reply, Request
 
+from ..prefix.probing import answer
 from ..prompts import BadPrompt, parse
 from ..runtime import Runtime
 from .replies import reply
 from .tokens import Tokens
-
-AROUND = 16  # tokens of the prompt before and behind the place where it diverges
 
 
 class Prober:
@@ -40,21 +39,7 @@ class Prober:
         except ValueError as error:
             return reply(400, {"error": f"the body is not JSON: {error}"})
         looks = self._runtime.probe(source, tokens)
-        tier = max(looks, key=lambda name: looks[name].hit)  # the first of equals, which is the quickest
-        nearest = max(looks, key=lambda name: looks[name].common)
-        common = looks[nearest].common
-        found = {
-            "model": str(source.path),
-            "prompt_tokens": len(tokens),
-            "hit_tokens": looks[tier].hit,
-            "hit_tier": tier if looks[tier].hit else None,
-            "tiers": {name: look._asdict() for name, look in looks.items()},
-            "nearest_tier": nearest if common else None,
-            "directory": str(self._runtime.settings.ssd_cache or ""),
-        }
-        # Of the prompt only, which the client has: what others said stays in files that only their owner can read.
-        start = max(0, common - AROUND)
-        return reply(200, {**found, "around": {"from": start, "tokens": tokens[start : common + AROUND]}})
+        return reply(200, answer(str(source.path), tokens, looks, str(self._runtime.settings.ssd_cache or "")))
 
 
 def _given(value: dict[str, Any]) -> list[int]:

@@ -18,7 +18,7 @@ from ...cold.scan import scan
 from ...digests import DigestMemo, file_digest
 from ...identity import Identity, compute, environment, source_files
 from ...index.keys import token_key
-from ...prefix.probing import Look
+from ...prefix.probing import Look, answer
 from ...prefix.ram import usable_length
 from ...schemes.choose import choose
 from ...schemes.scheme import Scheme
@@ -27,8 +27,6 @@ from ...settings import env_name
 from ...statistics import Statistics
 from ..terminal import bytes_bar, usage
 from .entries import counted
-
-AROUND = 16
 
 
 def look(args: argparse.Namespace, root: Path, model: Path, tokens: list[int]) -> dict[str, Any]:
@@ -43,18 +41,7 @@ def look(args: argparse.Namespace, root: Path, model: Path, tokens: list[int]) -
     closest = catalog.closest(fingerprint, "", key)
     hit = usable_length(tokens, found.length, found.entry.length, found.entry.serves) if found is not None else 0
     seen = Look(hit, closest.entry.length, closest.length, f"{fingerprint}/{closest.entry.path.name}") if closest is not None else Look()
-    start = max(0, seen.common - AROUND)
-    told: dict[str, Any] = {
-        "model": str(model),
-        "fingerprint": fingerprint,
-        "prompt_tokens": len(tokens),
-        "hit_tokens": hit,
-        "hit_tier": "ssd" if hit else None,
-        "tiers": {"ssd": seen._asdict()},
-        "nearest_tier": "ssd" if seen.common else None,
-        "directory": str(root),
-        "around": {"from": start, "tokens": tokens[start : seen.common + AROUND]},
-    }
+    told: dict[str, Any] = {"model": str(model), "fingerprint": fingerprint} | answer(str(model), tokens, {"ssd": seen}, str(root))
     if found is not None and hit:
         told |= {"chain": len(found.entry.chain), "chain_bytes": sum(link.nbytes for link in found.entry.chain)}
     if not len(catalog) and identity is not None:
