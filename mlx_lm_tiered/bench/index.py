@@ -33,6 +33,7 @@ from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold.family import entry_name
 from mlx_lm_tiered.cold.meta import Meta, TensorSpec
 from mlx_lm_tiered.cold.store import ColdStore
+from mlx_lm_tiered.index.keys import token_key
 from mlx_lm_tiered.progress import Progress
 
 from .restart import drop_page_cache
@@ -95,10 +96,6 @@ def tokens_of(number: int, count: int) -> np.ndarray:
     return np.concatenate([prompt, np.random.default_rng(10**6 + number).integers(0, VOCABULARY, count - shared)])
 
 
-def _key(tokens: np.ndarray) -> bytes:
-    return tokens.astype(">i8").tobytes()
-
-
 def _fill(folder: Path, entries: int, tokens: int, progress: Progress) -> None:
     specs = tuple(TensorSpec(f"{layer}.{name}", "U8", (1, 1, tokens, 1), 2) for layer in range(LAYERS) for name in ("keys", "values"))
     descriptors = [{"class": "KVCache", "offset": tokens}] * LAYERS
@@ -110,7 +107,7 @@ def _fill(folder: Path, entries: int, tokens: int, progress: Progress) -> None:
         raw = found.astype("<i8").tobytes()
         head = bytearray(layout)
         fmt.seal(head, [fmt.digest(raw), *[hole] * len(specs)])
-        fd = os.open(folder / entry_name("", _key(found)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        fd = os.open(folder / entry_name("", token_key(found)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.writev(fd, [head, raw])
             os.ftruncate(fd, size)
@@ -144,7 +141,7 @@ def measure(root: Path, fingerprint: str, entries: int, tokens: int) -> dict[str
         known = tokens_of(source.randrange(entries), tokens)
         more = np.random.default_rng(10**7 + number).integers(0, VOCABULARY, tokens // 8)
         cut = (tokens, source.randrange(1, tokens), tokens // 4)[number % 3]
-        key = _key(np.concatenate([known[:cut], more]))
+        key = token_key(np.concatenate([known[:cut], more]))
         began = time.perf_counter()
         found = store.find(fingerprint, "", key, len(key) // 8 - 1)
         times.append(time.perf_counter() - began)

@@ -162,7 +162,7 @@ class Directory:
         """
         walked = list(self._walk())
         self.used = used = sum(charge for _, charge in walked)
-        need = _blocks(need) + self.side_room
+        need = blocks(need) + self.side_room
         if used + need <= self.max_bytes:
             return []
         files = [file for file, _ in walked if file is not None and file.kind in ("entry", "bad")]
@@ -284,8 +284,9 @@ def _own_directory(path: Path) -> bool:
 
 
 def _charge(status: os.stat_result) -> int:
-    return max(_blocks(status.st_size), status.st_blocks * 512)
+    return max(blocks(status.st_size), status.st_blocks * 512)
 
 
-def _blocks(size: int) -> int:
+def blocks(size: int) -> int:
+    """The bytes that a file of this size takes on disk, in whole blocks."""
     return -(-size // BLOCK) * BLOCK

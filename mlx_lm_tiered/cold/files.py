@@ -26,12 +26,12 @@ class EntryFile:
     def __init__(self, fd: int):
         self.fd = fd
         self.status = _own_file(fd)
-        length = fmt.header_length(_read(fd, 8, 0), self.status.st_size)
-        self.header: Header = fmt.parse(_read(fd, length, 0), self.status.st_size)
+        length = fmt.header_length(read_at(fd, 8, 0), self.status.st_size)
+        self.header: Header = fmt.parse(read_at(fd, length, 0), self.status.st_size)
 
     def key(self) -> bytes:
         """The file's tokens as an index key, checked by their checksum: those from the segment's start on. Raises BadEntry."""
-        return _key(self.fd, self.header.body, self.header.meta, self.header.checksums[0])
+        return key_at(self.fd, self.header.body, self.header.meta, self.header.checksums[0])
 
     def digest_of_first(self, number: int, tokens: int) -> str:
         """The checksum of the first `tokens` slots of tensor `number` along its grow axis. Raises BadEntry."""
@@ -43,7 +43,7 @@ class EntryFile:
         hasher = xxhash.xxh3_64()
         for at in range(start, start + rows * row, max(1, row)):
             for piece in range(at, at + wanted, PIECE):
-                hasher.update(_read(self.fd, min(PIECE, at + wanted - piece), piece))
+                hasher.update(read_at(self.fd, min(PIECE, at + wanted - piece), piece))
         return hasher.hexdigest()
 
     def check(self) -> None:
@@ -54,7 +54,7 @@ class EntryFile:
             hasher = xxhash.xxh3_64()
             start, end = self.header.body + offset, self.header.body + offset + spec.nbytes
             for at in range(start, end, PIECE):
-                hasher.update(_read(self.fd, min(PIECE, end - at), at))
+                hasher.update(read_at(self.fd, min(PIECE, end - at), at))
             if hasher.hexdigest() != checksum:
                 raise BadEntry(f"Tensor {spec.name!r} does not match its checksum.")
 
@@ -91,14 +91,16 @@ def _own_file(fd: int) -> os.stat_result:
     return status
 
 
-def _key(fd: int, body: int, meta: Meta, checksum: str) -> bytes:
-    data = _read(fd, 8 * (meta.length - meta.start), body)
+def key_at(fd: int, body: int, meta: Meta, checksum: str) -> bytes:
+    """The tokens of the file whose tensors begin at `body`, as a key. Raises BadEntry when they do not match their checksum."""
+    data = read_at(fd, 8 * (meta.length - meta.start), body)
     if fmt.digest(data) != checksum:
         raise BadEntry("The tokens do not match their checksum.")
     return np.frombuffer(data, dtype="<i8").astype(">i8").tobytes()
 
 
-def _read(fd: int, length: int, at: int) -> bytes:
+def read_at(fd: int, length: int, at: int) -> bytes:
+    """Bytes of a file, all of them. Raises BadEntry when it ends before."""
     data = os.pread(fd, length, at)
     while len(data) < length:
         more = os.pread(fd, length - len(data), at + len(data))
@@ -113,4 +115,4 @@ def read_summary_and_tokens(path: Path) -> tuple[Meta, str, bytes, os.stat_resul
     with opened(path) as fd:
         status = _own_file(fd)
         meta, checksum, body, sums = read_summary(fd, status.st_size)
-        return meta, checksum, _key(fd, body, meta, sums), status
+        return meta, checksum, key_at(fd, body, meta, sums), status

@@ -9,7 +9,7 @@ import numpy as np
 WIDTH = 8  # bytes per token: image content is named by ids of up to 60 bits
 
 
-def token_key(tokens: Sequence[int]) -> bytes:
+def token_key(tokens: Sequence[int] | np.ndarray) -> bytes:
     """The tokens as big-endian int64s: equal prefixes of tokens are equal prefixes of bytes."""
     return np.asarray(tokens, dtype=">i8").tobytes()
 

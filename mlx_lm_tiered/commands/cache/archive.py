@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cold.checking import BadEntry
+from ...cold.files import read_at
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
@@ -178,10 +179,4 @@ def read(fd: int, member: Member, length: int, at: int = 0) -> bytes:
     """Bytes of a member. Raises BadEntry when they are not there."""
     if at + length > member.size:
         raise BadEntry("The file ends too early.")
-    data = b""
-    while len(data) < length:
-        more = os.pread(fd, length - len(data), member.at + at + len(data))
-        if not more:
-            raise BadEntry("The file ends too early.")
-        data += more
-    return data
+    return read_at(fd, length, member.at + at)

@@ -16,14 +16,13 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from ...cold import format as fmt
 from ...cold.catalog import Catalog
 from ...cold.checking import BadEntry
-from ...cold.directory import BLOCK, Directory
-from ...cold.files import open_file
+from ...cold.directory import Directory, blocks
+from ...cold.files import key_at, open_file
 from ...cold.limits import affordable
 from ...cold.meta import Header
 from ...cold.scan import Segment, scan
@@ -48,7 +47,7 @@ class Item:
 
     @property
     def charge(self) -> int:
-        return -(-self.member.size // BLOCK) * BLOCK
+        return blocks(self.member.size)
 
 
 def run(args: argparse.Namespace, root: Path) -> int:
@@ -156,8 +155,7 @@ def _check_tensors(fd: int, member: Member, header: Header) -> bytes:
             hasher.update(read(fd, member, min(PIECE, end - at), at))
         if hasher.hexdigest() != checksum:
             raise BadEntry(f"Tensor {spec.name[:80]!r} does not match its checksum.")
-    tokens = read(fd, member, header.meta.all_tensors[0].nbytes, header.body)
-    return np.frombuffer(tokens, dtype="<i8").astype(">i8").tobytes()
+    return key_at(fd, member.at + header.body, header.meta, header.checksums[0])
 
 
 def take(fd: int, directory: Directory, items: list[Item]) -> list[Item]:
