@@ -112,16 +112,11 @@ def _pair(server: Server, streams: list[_Stream], text: str, window: float, bias
 
 def _third(server: Server, text: str, bias: dict[str, float]) -> dict[str, Any]:
     """The third request: when it joined and ended, and what it said."""
-    body = {"prompt": text, "max_tokens": REPLY, "temperature": 0.0, "logit_bias": bias, "stream_options": {"include_usage": True}}
-    said, usage = "", {}
-    events = server.stream("/v1/completions", body, on_headers := _Moment())
-    for event in events:
-        usage = event.get("usage") or usage
-        said += "".join(choice.get("text") or "" for choice in event["choices"])
-    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    answer = server.complete(text, max_tokens=REPLY, logit_bias=bias, progress=(progress := _Moment()))
+    ended = time.monotonic()
     return {
-        "joined": on_headers.at or time.monotonic(), "ended": time.monotonic(), "text": said, "cached_tokens": cached,
-        "prompt_tokens": usage["prompt_tokens"],
+        "joined": progress.at or ended, "ended": ended, "text": answer.text, "cached_tokens": answer.cached_tokens,
+        "prompt_tokens": answer.prompt_tokens,
     }  # fmt: skip
 
 
