@@ -29,7 +29,7 @@ from mlx_lm_tiered.progress import Progress
 
 from . import small_model
 from .client import RequestFailed
-from .server import STOCK, Server, ServerFailed, server_command, tiered_flags
+from .server import Server, ServerFailed, server_command, stock, tiered_flags
 from .traffic import Reply, Traffic, same_tokens
 
 CLIENTS = 3
@@ -45,7 +45,7 @@ def run(model: Path | None, count: int, seed: int = 0) -> dict[str, Any]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-") as scratch:
         place = model or small_model.write(Path(scratch) / "model")
-        with Server(place, Path(scratch) / "stock.log", ["--prompt-cache-size", "0"], command=STOCK, env={"MLX_LM_PLUGINS": None}) as reference:
+        with stock(place, Path(scratch) / "stock.log", "--prompt-cache-size", "0") as reference:
             killing = _Killing(place, Path(scratch), reference, seed)
             killing.calibrate()
             for number in range(1, count + 1):

@@ -25,7 +25,7 @@ from mlx_lm_tiered.bench.text import long_document
 from mlx_lm_tiered.progress import Progress
 
 from .client import Answer, RequestFailed
-from .server import STOCK, Server, server_command, tiered_flags
+from .server import Server, server_command, stock, tiered_flags
 
 _SAMPLE_SECONDS = 0.5  # seldom, so that asking does not slow down what is measured
 
@@ -37,7 +37,7 @@ def run(model: Path, prefix_tokens: int, decode_tokens: int, pairs: int, full_qu
         home = Path(scratch)
         flags = [*tiered_flags(home / "cold"), *(["--ssd-queue", "1"] if full_queue else [])]
         on = Server(model, home / "on.log", flags, command=server_command())
-        with on, Server(model, home / "off.log", command=STOCK, env={"MLX_LM_PLUGINS": None}) as off:
+        with on, stock(model, home / "off.log") as off:
             for server in (on, off):
                 _decode(server, "Hello", decode_tokens)
             measured = [_pair(on, off, number, text, decode_tokens, pairs) for number in range(pairs)]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from mlx_lm_tiered import openblas
 
@@ -155,3 +156,9 @@ class Server(Client):
         """SIGKILL, then wait for the end."""
         self.process.kill()
         self.process.wait()
+
+
+def stock(model: str | os.PathLike[str], log: str | os.PathLike[str], *flags: str, **options: Any) -> Server:
+    """An unmodified server: no plugin, whatever this process's environment says. `options` are those of `Server`."""
+    options["env"] = {"MLX_LM_PLUGINS": None} | dict(options.get("env") or {})
+    return Server(model, log, flags, **options)

@@ -28,7 +28,7 @@ from mlx_lm_tiered.progress import Progress
 
 from . import small_model
 from .client import RequestFailed
-from .server import STOCK, Server, server_command, tiered_flags
+from .server import Server, server_command, stock, tiered_flags
 from .traffic import Traffic, same_tokens
 
 CLIENTS = 4
@@ -57,7 +57,7 @@ def run(model: Path | None, requests: int, seed: int = 0) -> dict[str, Any]:
                 samples = _soak(server, traffic, requests, directory, progress)
             stats = server.stats()
             warnings = server.log().count(" - WARNING - ")
-        with Server(place, Path(scratch) / "stock.log", ["--prompt-cache-size", "0"], command=STOCK, env={"MLX_LM_PLUGINS": None}) as reference:
+        with stock(place, Path(scratch) / "stock.log", "--prompt-cache-size", "0") as reference:
             chosen = random.Random(seed).sample(traffic.replies, min(COMPARED, len(traffic.replies)))
             outcomes = [same_tokens(reference, reply) for reply in chosen]
     wrong = sum(not same and not tie for same, tie in outcomes)

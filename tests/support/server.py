@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any
 
 from mlx_lm_tiered.bench.client import Answer, Client, RequestFailed
-from mlx_lm_tiered.bench.server import STOCK, Server, ServerFailed, free_port, tiered_flags
+from mlx_lm_tiered.bench.server import STOCK, Server, ServerFailed, free_port, stock, tiered_flags
 
 __all__ = [
     "STOCK",
@@ -29,12 +29,6 @@ __all__ = [
     "tiered_flags",
     "user",
 ]
-
-
-def stock(model: str | PathLike[str], log: str | PathLike[str], *flags: str, **options: Any) -> Server:
-    """An unmodified server: no plugin, whatever the environment of the tests says."""
-    options["env"] = {"MLX_LM_PLUGINS": None} | dict(options.get("env") or {})
-    return Server(model, log, flags, **options)
 
 
 def tiered(
