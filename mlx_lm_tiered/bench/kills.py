@@ -93,9 +93,8 @@ class _Killing:
         metas = [(found.nbytes, found.meta) for found in listing.entries(place) if found.meta is not None]
         for nbytes, meta in metas:
             tokens = meta.length - meta.start
-            by_token = sum(spec.nbytes for spec, part in zip(meta.tensors, meta.by_token, strict=True) if part)
-            self._per_token = max(self._per_token, by_token // tokens + 8)
-            self._per_file = max(self._per_file, nbytes - by_token + 8192)
+            self._per_token = max(self._per_token, meta.token_bytes // tokens + 8)
+            self._per_file = max(self._per_file, nbytes - meta.token_bytes + 8192)
         if not metas:
             raise ServerFailed("a flush answered that all is on disk, and nothing is")
         self._cap = CAP_TOKENS * self._per_token + 20 * self._per_file

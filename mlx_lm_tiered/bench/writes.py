@@ -98,7 +98,7 @@ def stored(directory: Path) -> tuple[int, float]:
     """Tokens of the longest entry, and the bytes that one of its tokens takes in tensors along tokens. Raises ServerFailed when there are none."""
     metas = [found.meta for found in listing.entries(directory) if found.meta is not None]
     meta = max(metas, key=lambda m: m.length, default=None)
-    size = sum(spec.nbytes for spec, part in zip(meta.tensors, meta.by_token, strict=True) if part) if meta else 0
+    size = meta.token_bytes if meta else 0
     if meta is None or size == 0:
         raise ServerFailed("nothing was stored that grows with the tokens")
     return meta.length, size / (meta.length - meta.start)

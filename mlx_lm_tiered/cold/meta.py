@@ -94,6 +94,11 @@ class Meta:
         return self.parts or tuple(s.grow_axis is not None and s.shape[s.grow_axis] == self.length for s in self.tensors)
 
     @property
+    def token_bytes(self) -> int:
+        """The bytes of the tensors along tokens."""
+        return sum(spec.nbytes for spec, part in zip(self.tensors, self.by_token, strict=True) if part)
+
+    @property
     def whole(self) -> tuple[TensorSpec, ...]:
         """The tensors without the tokens, as they are once the parents' parts are in place."""
         return tuple(

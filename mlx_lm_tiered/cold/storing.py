@@ -206,8 +206,7 @@ class Storing:
         if instead is not None:
             self._tally.add("compacted")
             return
-        tokens = sum(spec.nbytes for spec, part in zip(meta.tensors, meta.by_token, strict=True) if part)
-        self._tally.update(stored=1, stored_bytes=size, new_token_bytes=tokens, continued=int(proof is not None))
+        self._tally.update(stored=1, stored_bytes=size, new_token_bytes=meta.token_bytes, continued=int(proof is not None))
         self._outage.worked("write")
 
     def get_below_the_cap(self) -> None:
