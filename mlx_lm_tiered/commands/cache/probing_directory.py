@@ -15,7 +15,7 @@ from ...cold import listing
 from ...cold.catalog import Catalog
 from ...cold.directory import Directory
 from ...cold.scan import scan
-from ...digests import DigestMemo, file_digest
+from ...digests import DigestMemo
 from ...identity import Identity, compute, environment, source_files
 from ...index.keys import token_key
 from ...prefix.probing import Look, answer
@@ -25,8 +25,9 @@ from ...schemes.scheme import Scheme
 from ...schemes.spec import parse as parse_scheme
 from ...settings import env_name
 from ...statistics import Statistics
-from ..terminal import bytes_bar, usage
+from ..terminal import usage
 from .entries import counted
+from .hashing import hashing
 
 
 def look(args: argparse.Namespace, root: Path, model: Path, tokens: list[int]) -> dict[str, Any]:
@@ -58,16 +59,7 @@ def identity_of(args: argparse.Namespace, root: Path, model: Path) -> Identity:
             usage(f"{path} is not a directory")
     source = ModelSource(model, adapter, ModelSource(draft, kv_scheme=scheme.name(draft)) if draft else None, scheme.name(model))
     memo = DigestMemo(root / "identities.json")
-    files = source_files(source)
-    total, done = sum(path.stat().st_size for path in files.values()), 0
-    with bytes_bar("reading the model's files") as bar:
-
-        def digest(path: Path) -> str:
-            nonlocal done
-            bar(done, total)
-            done += path.stat().st_size
-            return file_digest(path, memo)
-
+    with hashing(source_files(source), memo) as digest:
         identity = compute(source, digest, environment())
     memo.save()
     return identity

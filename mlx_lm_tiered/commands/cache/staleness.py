@@ -16,8 +16,8 @@ from typing import Any
 from mlx_lm_hooks import ModelSource
 
 from ...cold.listing import Listed
-from ...digests import DigestMemo, file_digest
-from ..terminal import bytes_bar
+from ...digests import DigestMemo
+from .hashing import hashing
 
 
 class Staleness:
@@ -55,14 +55,8 @@ class Staleness:
         from ...identity import source_files
 
         files = source_files(source)
-        sizes = {name: path.stat().st_size for name, path in files.items()}
-        total, done, digests = sum(sizes.values()), 0, {}
-        with bytes_bar("reading the model's files") as bar:
-            for name, path in files.items():
-                bar(done, total)
-                digests[name] = file_digest(path, self._memo)
-                done += sizes[name]
-        return digests
+        with hashing(files, self._memo) as digest:
+            return {name: digest(path) for name, path in files.items()}
 
 
 def source_of(provenance: Mapping[str, Any]) -> ModelSource | None:
