@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +133,15 @@ def scan(
             else:
                 _add(segment, parent, waiting, catalog, counts)
     counts["without parent"] += sum(map(len, waiting.values()))
+
+
+def catalog_of(files: list[DiskFile], fingerprints: Iterable[str]) -> Catalog:
+    """A catalog of what files of a directory hold of these models; what is damaged stays where it is."""
+    catalog = Catalog()
+    for fingerprint in fingerprints:
+        for _ in scan(files, fingerprint, catalog, lambda path, status, error: None, Counter()):
+            pass
+    return catalog
 
 
 Looked = tuple[os.stat_result, "Segment | BadEntry"]  # which file it was, and what is in it

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from ...cold.directory import Directory, blocks
 from ...cold.files import key_at, open_file
 from ...cold.limits import affordable
 from ...cold.meta import Header
-from ...cold.scan import Segment, scan
+from ...cold.scan import Segment, catalog_of
 from ...cold.writer import full_sync
 from ...settings import Settings, env_name, format_size, parse_size
 from ..terminal import bytes_bar, say, usage
@@ -81,7 +80,8 @@ def plan(fd: int, root: Path, limit: int) -> list[Item]:
     if too_large := [member.name for member in found if member.size > limit]:
         raise BadArchive(f"{too_large[0]} is larger than the directory may be")
     sums = checksums(fd, found)
-    catalog = _there(root, {member.place[0] for member in found[:-1]})
+    there = Directory(root, 0).files() if root.is_dir() else []
+    catalog = catalog_of(there, {member.place[0] for member in found[:-1]})
     items: list[Item] = []
     refused: set[str] = set()
     total, done = sum(member.size for member in found), 0
@@ -94,16 +94,6 @@ def plan(fd: int, root: Path, limit: int) -> list[Item]:
             except BadEntry as error:
                 raise BadArchive(f"{member.name}: {error}") from error
     return items
-
-
-def _there(root: Path, fingerprints: set[str]) -> Catalog:
-    """What the directory holds of these models."""
-    catalog = Catalog()
-    files = Directory(root, 0).files() if root.is_dir() else []
-    for fingerprint in fingerprints:
-        for _ in scan(files, fingerprint, catalog, lambda path, status, error: None, Counter()):
-            pass
-    return catalog
 
 
 def _item(fd: int, member: Member, checksum: str, root: Path, catalog: Catalog, refused: set[str]) -> Item:

@@ -12,9 +12,8 @@ from typing import Any
 from mlx_lm_hooks import Invocation, ModelSource
 
 from ...cold import listing
-from ...cold.catalog import Catalog
 from ...cold.directory import Directory
-from ...cold.scan import scan
+from ...cold.scan import catalog_of
 from ...digests import DigestMemo
 from ...identity import Identity, compute, environment, source_files
 from ...index.keys import token_key
@@ -34,9 +33,7 @@ def look(args: argparse.Namespace, root: Path, model: Path, tokens: list[int]) -
     """The same answer as a server's, of the SSD tier alone."""
     identity = None if args.fingerprint else identity_of(args, root, model)
     fingerprint = args.fingerprint or (identity.fingerprint if identity is not None else "")
-    catalog = Catalog()
-    for _ in scan(Directory(root, 0).files(), fingerprint, catalog, lambda path, status, error: None, Counter()):
-        pass
+    catalog = catalog_of(Directory(root, 0).files(), [fingerprint])
     key = token_key(tokens)
     found = catalog.find(fingerprint, "", key, len(tokens) - 1)
     closest = catalog.closest(fingerprint, "", key)
