@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from ...cold import listing
 from ...cold.checking import BadEntry
+from ...cold.family import NAME_DIGITS
 from ...cold.files import EntryFile, open_file
 from ...cold.listing import Listed
 from ...cold.writer import full_sync
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace, root: Path) -> int:
     by_path = {entry.path: entry for entry in entries}
     plan = [by_path[path] for path in ordered]
     left_out = [] if args.dry_run else write(output, plan)
-    done = [entry for entry in plan if entry.path not in {path for path, _ in left_out}]
+    absent = {path for path, _ in left_out}
+    done = [entry for entry in plan if entry.path not in absent]
     size = sum(entry.nbytes for entry in done)
     if args.json:
         missing = [{"file": relative(path), "why": why} for path, why in left_out]
@@ -88,7 +90,7 @@ def write(output: Path, plan: list[Listed]) -> list[tuple[Path, str]]:
                 left_out.append((entry.path, str(error)))
             else:
                 written.append((relative(entry.path), entry.nbytes, entry.checksum))
-                whole.add((entry.path.name[:32], entry.checksum))
+                whole.add((entry.path.name[:NAME_DIGITS], entry.checksum))
         text = archive.manifest(written, moment(time.time_ns()))
         out.write(archive.header(archive.MANIFEST, len(text), int(time.time())) + text + bytes(archive.padding(len(text))) + archive.END)
     return left_out

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...cold import listing
 from ...cold.directory import Directory
-from ...cold.family import NAME_DIGITS, DiskFile, leaves_first, rootless
+from ...cold.family import DiskFile, leaves_first, rootless
 from ...settings import format_size, parse_size
 from ..terminal import usage
 from .entries import age, columns, counted, is_of, model_of, parse_age, printable, relative
@@ -77,7 +77,7 @@ def _needed(files: list[DiskFile], kept: Iterable[DiskFile]) -> set[Path]:
     names: dict[tuple[Path, str], list[DiskFile]] = {}
     for file in files:
         if file.kind == "entry":
-            names.setdefault((file.path.parent, file.path.name[:NAME_DIGITS]), []).append(file)
+            names.setdefault((file.path.parent, file.name), []).append(file)
     needed: set[Path] = set()
     level = list(kept)
     while level:
