@@ -85,7 +85,7 @@ def run_bench_restart(args: argparse.Namespace) -> int:
             Path(model(args.model)), args.prefix_tokens, args.repeats,
             directory=directory(args.ssd_cache, environment=False), flags=["--ssd-restore", args.ssd_restore],
         ),
-        lambda result: [] if result["text_equal"] else ["the answers differ"],
+        differing,
     )
 
 
@@ -95,7 +95,7 @@ def run_bench_overhead(args: argparse.Namespace) -> int:
     return run_measurement(
         args,
         lambda: overhead.run(Path(model(args.model)), args.prefix_tokens, args.decode_tokens, args.repeats, args.full_queue),
-        lambda result: [] if result["text_equal"] else ["the answers differ"],
+        differing,
     )
 
 
@@ -115,7 +115,6 @@ def run_bench_index(args: argparse.Namespace) -> int:
     return run_measurement(
         args,
         lambda: index.run(Path(model(args.model)), args.entries, args.tokens, args.repeats, directory=args.directory),
-        lambda result: [],
     )
 
 
@@ -126,7 +125,7 @@ def run_bench_restore(args: argparse.Namespace) -> int:
     from ..bench import restore
 
     return run_measurement(
-        args, lambda: restore.run(args.tokens, segments=args.segments, repeats=args.repeats, directory=args.directory), lambda result: []
+        args, lambda: restore.run(args.tokens, segments=args.segments, repeats=args.repeats, directory=args.directory)
     )
 
 
@@ -136,7 +135,7 @@ def run_bench_stall(args: argparse.Namespace) -> int:
     return run_measurement(
         args,
         lambda: stall.run(Path(model(args.model)), args.prefix_tokens, args.repeats),
-        lambda result: [] if result["text_equal"] else ["the answers differ"],
+        differing,
     )
 
 
@@ -146,7 +145,7 @@ def run_bench_guard(args: argparse.Namespace) -> int:
     return run_measurement(
         args,
         lambda: guard.run(Path(model(args.model)), args.decode_tokens, args.repeats),
-        lambda result: [] if result["text_equal"] else ["the answers differ"],
+        differing,
     )
 
 
@@ -156,7 +155,7 @@ def run_bench_checkpoint(args: argparse.Namespace) -> int:
     return run_measurement(
         args,
         lambda: checkpoint.run(Path(model(args.model)), args.prefix_tokens, args.decode_tokens, args.interval, args.repeats),
-        lambda result: [] if result["text_equal"] else ["the answers differ"],
+        differing,
     )
 
 
@@ -174,7 +173,7 @@ def run_bench_schemes(args: argparse.Namespace) -> int:
         return result
 
     try:
-        code = run_measurement(args, measure, lambda result: [])
+        code = run_measurement(args, measure)
     except ValueError as error:
         return say(str(error), 2)
     if result:
@@ -202,10 +201,18 @@ def run_bench_kernels(args: argparse.Namespace) -> int:
 def run_bench_start_up(args: argparse.Namespace) -> int:
     from ..bench import startup
 
-    return run_measurement(args, lambda: startup.run(args.repeats), lambda result: [])
+    return run_measurement(args, lambda: startup.run(args.repeats))
 
 
-def run_measurement(args: argparse.Namespace, measure: Callable[[], dict[str, Any]], faults: Callable[[dict[str, Any]], list[str]]) -> int:
+def differing(result: dict[str, Any]) -> list[str]:
+    """The fault of a measurement in which the same request got different answers."""
+    return [] if result["text_equal"] else ["the answers differ"]
+
+
+def run_measurement(
+    args: argparse.Namespace, measure: Callable[[], dict[str, Any]], faults: Callable[[dict[str, Any]], list[str]] = lambda result: []
+) -> int:
+    """Measure, write and show it; 1 when that failed or `faults` finds some in the result."""
     from ..bench import report
     from ..bench.client import RequestFailed
     from ..bench.server import ServerFailed
