@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -34,17 +35,12 @@ def body(**options):
 
 def answers(server: Server, *requests: dict) -> list[Answer]:
     """The answers to requests that are made at once."""
-    found: dict[int, Answer] = {}
 
-    def ask(number: int, request: dict) -> None:
-        found[number] = server.chat(request["messages"], **{name: value for name, value in request.items() if name != "messages"})
+    def ask(request: dict) -> Answer:
+        return server.chat(request["messages"], **{name: value for name, value in request.items() if name != "messages"})
 
-    threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(requests)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[number] for number in range(len(requests))]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(ask, requests))
 
 
 def checkpoints(server: Server) -> dict:

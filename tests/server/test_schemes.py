@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,17 +25,8 @@ def ask(server: Server, text: str, count: int = 24, **options):
 
 def together(server: Server) -> list[list[int]]:
     """What requests of different lengths get that run at once."""
-    answers: dict[int, list[int]] = {}
-
-    def one(place: int) -> None:
-        answers[place] = ask(server, TEXTS[place], COUNTS[place]).tokens
-
-    threads = [threading.Thread(target=one, args=(place,)) for place in range(len(TEXTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [answers[place] for place in range(len(TEXTS))]
+    with ThreadPoolExecutor(len(TEXTS)) as pool:
+        return [answer.tokens for answer in pool.map(lambda text, count: ask(server, text, count), TEXTS, COUNTS)]
 
 
 def through_the_tiers(model, cache_dir, tmp_path, flags: list[str], converts: bool, alone=None, longer=None):
