@@ -82,10 +82,30 @@ def test_of_several_failures_the_first_task_s_is_raised_and_the_rest_is_left_out
         both.wait(10)
         raise ValueError(str(number))
 
-    tasks = [lambda: fail(0), lambda: fail(1), *[lambda: done.append(1)] * 5]
+    rest = [lambda: done.append(1)] * 3
+    tasks = [lambda: fail(0), *rest, lambda: fail(1), *rest]
     with pytest.raises(ValueError, match="0"):
         parallel.run_all(tasks)
     assert not done
+
+
+def test_each_thread_has_a_stretch_and_then_helps_the_others(monkeypatch):
+    monkeypatch.setattr(parallel, "THREADS", 2)
+    ran: dict[str, list[int]] = {}
+    begun, rest_done = threading.Event(), threading.Event()
+
+    def task(number):
+        ran.setdefault(threading.current_thread().name, []).append(number)
+        if number == 0:
+            begun.set()
+            assert rest_done.wait(10)
+        if number == 4:
+            assert begun.wait(10)
+        if number == 1:
+            rest_done.set()
+
+    parallel.run_all([lambda number=number: task(number) for number in range(8)])
+    assert sorted(ran.values()) == [[0], [4, 5, 6, 7, 3, 2, 1]]
 
 
 @pytest.mark.parametrize("shift", [0, 8, 24, 31, 32, 2048])

@@ -56,7 +56,8 @@ def test_serves(request, environment, form, tiny_llama, tmp_path):
     }
     loaded = [e for e in seen if e["event"] == "model_loaded"]
     assert [e["path"] for e in loaded] == [str(Path(tiny_llama).resolve())]
-    assert [e["event"] for e in seen[-2:]] == ["shutdown", "unconfigure"]
+    # A busy turn may fall between: the generation thread learns a little later that its last request has ended.
+    assert [e["event"] for e in seen if e["event"] != "busy"][-2:] == ["shutdown", "unconfigure"]
 
 
 def witness_chat():
