@@ -27,6 +27,7 @@ from .statistics import Statistics
 if TYPE_CHECKING:
     from .checkpoints.room import Checkpoints
     from .saving import Saver
+    from .schemes.plan import Plan
     from .schemes.scheme import Scheme
     from .storage import Storage
 
@@ -67,7 +68,7 @@ class Runtime:
         self.storage: Storage | None = None  # with --ssd-cache, from the first prefix cache on
         self._saver: Saver | None = None
         relief = Relief(lambda: list(self._caches), lambda: self.storage.queue if self.storage is not None else None)
-        self.guard = MemoryGuard(settings.memory_budget, relief, self.statistics)
+        self.guard = MemoryGuard(settings.memory_budget, relief, self.statistics, self._plan_of)
 
     @property
     def checkpoints(self) -> Checkpoints | None:
@@ -114,6 +115,9 @@ class Runtime:
 
             self._scheme = Scheme(self._spec, self.statistics, self.settings.kernels)
         return self._scheme
+
+    def _plan_of(self, model: Any) -> Plan | None:
+        return self._scheme.plan_of(model) if self._scheme is not None else None
 
     def model_loaded(self, source: ModelSource) -> None:
         """Start fingerprinting the weights, off the path to readiness."""

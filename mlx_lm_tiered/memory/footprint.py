@@ -1,4 +1,4 @@
-"""What a model's caches will take for a number of tokens, learned from its own caches.
+"""What a model's caches will take for a number of tokens: by its KV scheme's plan, or learned from its own caches.
 
 A cache with keys and values takes bytes per token, up to its window if it has one;
 any other (recurrent state) takes what it takes. Nothing is read from a model's
@@ -7,40 +7,26 @@ configuration, whose fields mean something else in every architecture.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-# Upstream's caches grow by this many tokens.
-GROWTH = 256
+from mlx_lm_hooks import Row
+
+from .layer import GROWTH, Layer
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One cache: bytes per token, the most tokens it keeps, and bytes that do not depend on tokens. `element`: bytes of one number, 0 if it is quantized already."""
+class Planned(Protocol):
+    """A KV scheme's plan for a model: each cache's layers."""
 
-    per_token: float = 0.0
-    window: int | None = None
-    constant: int = 0
-    element: int = 2
+    @property
+    def layers(self) -> tuple[tuple[Layer, ...], ...]: ...
 
-    def nbytes(self, tokens: int, step: int, scheme: str) -> float:
-        """Bytes for that many tokens, prefilled `step` at a time."""
-        slots = (tokens // GROWTH + 1) * GROWTH
-        if self.window is not None:
-            # A chunk is appended whole before the window is cut.
-            return self.constant + min(slots, self.window + step) * self.per_token
-        quantized = re.fullmatch(r"affine:(\d+):(\d+)@(\d+)", scheme)
-        if quantized is None or not self.element:
-            return self.constant + slots * self.per_token
-        bits, group, start = map(int, quantized.groups())
-        # A scale and a bias for each group; and plain ones up to the start, and until they are converted.
-        share = bits / 8 / self.element + 2 / group
-        return self.constant + (slots * share + min(slots, start + step)) * self.per_token
+
+PlanOf = Callable[[Any], Planned | None]
 
 
 @dataclass(frozen=True)
@@ -50,35 +36,61 @@ class Footprint:
     weights: int
     layers: tuple[Layer, ...]
 
-    def nbytes(self, tokens: int, step: int, scheme: str = "plain") -> int:
-        """Bytes of one sequence's caches for that many tokens."""
-        return int(sum(layer.nbytes(tokens, step, scheme) for layer in self.layers))
+    def nbytes(self, tokens: int, step: int, slots: int = 0) -> int:
+        """Bytes of one sequence's caches that hold that many tokens; as a row of a batch they have `slots` for tokens."""
+        return int(sum(layer.taken(tokens, step, slots) for layer in self.layers))
+
+    def peak(self, tokens: int, step: int, slots: int = 0, held: int = 0) -> int:
+        """The most that they take on the way there from `held` tokens: at a KV scheme's start all are in full precision, and become quantized one after the other."""
+        most = self.nbytes(tokens, step, slots)
+        changing = [layer for layer in self.layers if layer.quantized is not None and held < layer.start <= tokens]
+        if not changing:
+            return most
+        start = changing[0].start
+        return max(most, self.nbytes(start - 1, step, start) + int(max(layer.taken(start, step, start) for layer in changing)))
+
+    def per_token_at(self, tokens: int) -> int:
+        """Bytes by which a sequence of that many tokens grows with the next, its rings being full."""
+        return int(sum(layer.price(tokens) for layer in self.layers if layer.window is None))
+
+    def decoded(self, rows: Sequence[Row]) -> int:
+        """Bytes that rows take for the next `GROWTH` tokens of each, or as many as may still come."""
+        return sum(self.per_token_at(row.held) * (GROWTH if row.left < 0 else min(GROWTH, row.left)) for row in rows)
 
     @property
     def per_token(self) -> int:
         """Bytes that a long sequence grows by with each token."""
+        return self.per_token_at(max((layer.start for layer in self.layers), default=0) + 1)
+
+    @property
+    def computed_per_token(self) -> int:
+        """Bytes of a token's keys and values as they are computed, before they are quantized."""
         return int(sum(layer.per_token for layer in self.layers if layer.window is None))
 
 
-def measure(model: Any, draft: Any = None, caches: Sequence[Any] | None = None) -> Footprint:
-    """Learn from `caches`, which hold tokens, or else from a forward pass of one token, which costs what one decode step does.
+def measure(model: Any, draft: Any = None, caches: Sequence[Any] | None = None, plan_of: PlanOf = lambda model: None) -> Footprint:
+    """Learn from the models' plans, else from `caches`, which hold tokens, or from a forward pass of one token, which costs what one decode step does.
 
     Generation thread only. `draft` is a second model whose caches follow the first's.
     """
     models = [m for m in (model, draft) if m is not None]
     weights = sum(array.nbytes for m in models for _, array in tree_flatten(m.parameters()))
-    if not caches:
-        caches = [cache for m in models for cache in _probed(m)]
-    return Footprint(weights, tuple(_layer(cache) for cache in _leaves(caches)))
+    if caches:
+        return Footprint(weights, tuple(_layer(cache) for cache in _leaves(caches)))
+    return Footprint(weights, tuple(layer for m in models for layer in _layers(m, plan_of)))
 
 
-def _probed(model: Any) -> list[Any]:
+def _layers(model: Any, plan_of: PlanOf) -> Iterator[Layer]:
     from mlx_lm.models.cache import make_prompt_cache
 
-    caches: list[Any] = make_prompt_cache(model)
+    caches: list[Any] = make_prompt_cache(model)  # which has a scheme make its plan
+    plan = plan_of(model)
+    if plan is not None:
+        yield from (layer for layers in plan.layers for layer in layers)
+        return
     model(mx.array([[0]]), cache=caches)
     mx.eval([cache.state for cache in caches])
-    return caches
+    yield from map(_layer, _leaves(caches))
 
 
 def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
@@ -96,4 +108,4 @@ def _layer(cache: Any) -> Layer:
         return Layer(constant=getattr(cache, "nbytes", 0))
     per_token = sum(array.nbytes / array.shape[-2] for array in arrays)
     window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
-    return Layer(per_token, window, element=0 if isinstance(keys, (tuple, list)) else arrays[0].itemsize)
+    return Layer(per_token, window)

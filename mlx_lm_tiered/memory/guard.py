@@ -21,7 +21,8 @@ from ..prefix.relief import Relief
 from ..settings import format_size
 from ..statistics import Statistics
 from .budget import budget, live
-from .footprint import GROWTH, Footprint, measure
+from .footprint import Footprint, PlanOf, measure
+from .layer import GROWTH
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -34,19 +35,19 @@ FIRST_GUESS = 2
 
 
 class MemoryGuard:
-    """Holds requests to a budget in bytes (None: the device's; 0: none at all)."""
+    """Holds requests to a budget in bytes (None: the device's; 0: none at all). `plan_of` gives the KV scheme's plan for a model, if it has one."""
 
-    def __init__(self, chosen: int | None, relief: Relief, statistics: Statistics):
+    def __init__(self, chosen: int | None, relief: Relief, statistics: Statistics, plan_of: PlanOf = lambda model: None):
         self._chosen = chosen
         self._relief = relief
         self._statistics = statistics
+        self._plan_of = plan_of
         self._limit: int | None = None
         self._resolved = False
         self._model: Callable[[], Any] = lambda: None
         self._footprint: Footprint | None = None
         self._workspace: tuple[int, int] | None = None  # (tokens of a chunk, bytes) of the largest seen
         self._prefilling = 0  # tokens of the chunk whose peak is being watched
-        self._row_bytes = 0.0  # by which one decoded row grows with each token
         self._counts: Counter[str] = Counter()
 
     # From the hooks
@@ -72,10 +73,9 @@ class MemoryGuard:
             return self._refuse(
                 503, f"the model takes {format_size(footprint.weights)}, more than the memory budget of {format_size(limit)} (--memory-budget)"
             )
-        scheme = request.source.kv_scheme if request.source is not None else "plain"
         chunk = min(request.step, len(request.tokens) - request.cached)
         workspace = self._workspace_for(chunk, footprint)
-        whole = footprint.nbytes(len(request.tokens), request.step, scheme)
+        whole = footprint.peak(len(request.tokens), request.step, held=request.cached)
         if footprint.weights + whole + workspace > limit:
             return self._refuse(
                 400,
@@ -83,12 +83,12 @@ class MemoryGuard:
                 f"{format_size(footprint.weights)}, which can never fit into the memory budget of {format_size(limit)} (--memory-budget)",
             )
         own = self._relief.entry_for(request.source, request.tokens, request.cached)
-        need = self._growth(request, footprint, scheme) + workspace
+        need = self._growth(request, footprint) + workspace
 
         def fits(saved: int = 0) -> bool:
             return live() + need - saved <= limit
 
-        copied = footprint.nbytes(request.cached, request.step, scheme) if request.cached else 0
+        copied = footprint.nbytes(request.cached, request.step) if request.cached else 0
         if own is None:
             # The caches are the request's own and already there: it goes on in them.
             need -= copied
@@ -104,7 +104,6 @@ class MemoryGuard:
                     f"memory budget of {format_size(limit)} are in use (--memory-budget); try again later",
                     RETRY_AFTER,
                 )
-        self._row_bytes = float(footprint.per_token)
         self._prefilling = chunk
         mx.reset_peak_memory()
         return None
@@ -116,7 +115,7 @@ class MemoryGuard:
             return None
         self._counts["checks"] += 1
         self._observe()
-        need = int(sum(GROWTH if row.left < 0 else min(GROWTH, row.left) for row in rows) * self._row_bytes)
+        need = self._footprint.decoded(rows) if self._footprint is not None else 0
         if self._roomy(limit, need) or self._relief.until(lambda: live() + need <= limit):
             return None
         self._counts["ended"] += 1
@@ -167,28 +166,31 @@ class MemoryGuard:
         scheme = request.source.kv_scheme if request.source is not None else "plain"
         try:
             caches = request.caches if scheme == "plain" and request.draft is None else None
-            self._footprint = measure(request.model, request.draft, caches)
+            self._footprint = measure(request.model, request.draft, caches, self._plan_of)
         except Exception as error:
             self._statistics.fault("memory_footprint", f"the memory of a model's caches could not be measured ({error!r}); its requests are not held to the memory budget")
         return self._footprint
 
-    def _growth(self, request: Admission, footprint: Footprint, scheme: str) -> int:
+    def _growth(self, request: Admission, footprint: Footprint) -> int:
         """Bytes that the request's caches, and those of the batch it joins, will take beyond what is there.
 
         Upstream's batches give every row as many slots as the longest one has.
         """
 
-        def batch(lengths: Sequence[int]) -> int:
-            return len(lengths) * footprint.nbytes(max(lengths), request.step, scheme) if lengths else 0
-
-        ends = [len(request.tokens), *request.decoding, *(whole for whole, _ in request.waiting)]
-        there = batch(request.decoding) + sum(footprint.nbytes(held, request.step, scheme) for _, held in request.waiting if held)
-        return max(batch(ends) - there, 0)
+        decoding, step = request.decoding, request.step
+        coming = [(len(request.tokens), request.cached), *request.waiting]
+        longest = max(decoding, default=0)
+        there = sum(footprint.nbytes(held, step, longest) for held in decoding)
+        there += sum(footprint.nbytes(held, step) for _, held in request.waiting if held)
+        longest = max(longest, *(whole for whole, _ in coming))
+        ends = sum(footprint.nbytes(held, step, longest) for held in decoding)
+        ends += sum(footprint.peak(whole, step, longest, held) for whole, held in coming)
+        return max(ends - there, 0)
 
     def _workspace_for(self, chunk: int, footprint: Footprint) -> int:
         """Bytes that computing a chunk of a prompt takes beside its caches."""
         if self._workspace is None:
-            return FIRST_GUESS * int(footprint.per_token * chunk)
+            return FIRST_GUESS * footprint.computed_per_token * chunk
         tokens, size = self._workspace
         return size * chunk // tokens
 

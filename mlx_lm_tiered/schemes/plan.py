@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,26 +11,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from ..memory.layer import Layer, Type
 from .convert import SINGLE, fits, fresh, leaves
 from .spec import Affine
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What one cache costs: keys and values together have `width` elements of `itemsize` bytes a token, or `fixed` bytes whatever the length.
-
-    `window` bounds the tokens that are kept; None for all of them.
-    """
-
-    width: int = 0
-    itemsize: int = 0
-    window: int | None = None
-    fixed: int = 0
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A scheme for the caches that a model makes, in their order; None for those that stay as they are."""
+    """A scheme for the caches that a model makes, in their order; None for those that stay as they are. `layers` has what each costs."""
 
     affine: tuple[Affine | None, ...]
     layers: tuple[tuple[Layer, ...], ...]
@@ -37,19 +26,15 @@ class Plan:
 
     def bytes_at(self, tokens: int) -> int:
         """KV of a sequence of that many tokens, without room for growth."""
-        return sum(
-            _bytes(layer, affine if tokens >= max(1, self.start) else None, tokens)
-            for affine, layers in zip(self.affine, self.layers, strict=True)
-            for layer in layers
-        )
+        return sum(self.bytes_by_type(tokens).values())
 
-
-def _bytes(layer: Layer, affine: Affine | None, tokens: int) -> int:
-    held = tokens if layer.window is None else min(tokens, layer.window)
-    if affine is None or not layer.width:
-        return layer.fixed + held * layer.width * layer.itemsize
-    # A scale and a bias a group, in the model's own type.
-    return held * layer.width // affine.group_size * (affine.group_size * affine.bits // 8 + 2 * layer.itemsize)
+    def bytes_by_type(self, tokens: int) -> Counter[Type]:
+        """The same, by the types of layers."""
+        found: Counter[Type] = Counter()
+        for layers in self.layers:
+            for layer in layers:
+                found[layer.type] += int(layer.bytes_at(tokens))
+        return found
 
 
 def make(model: Any, caches: Sequence[Any], asked: dict[int, Affine] | Affine | None, start: int) -> Plan:
@@ -65,7 +50,7 @@ def make(model: Any, caches: Sequence[Any], asked: dict[int, Affine] | Affine | 
     for index, (cache, wanted) in enumerate(zip(probe, affine, strict=True)):
         if wanted is not None:
             _check(index, cache, wanted, listed=isinstance(asked, dict))
-    plan = Plan(affine, tuple(tuple(_measure(leaf) for leaf in leaves([cache])) for cache in probe), start)
+    plan = Plan(affine, tuple(tuple(_measure(leaf, to, start) for leaf in leaves([cache])) for cache, to in zip(probe, affine, strict=True)), start)
     trial = apply(plan, copy.deepcopy(list(caches)))
     try:
         _run(model, trial, 2)
@@ -95,11 +80,16 @@ def _check(index: int, cache: Any, wanted: Affine, *, listed: bool) -> None:
             raise ValueError(f"layer {index}: heads of {' and '.join(map(str, dims))} cannot be cut into groups of {wanted.group_size}")
 
 
-def _measure(cache: Any) -> Layer:
+def _measure(cache: Any, affine: Affine | None, start: int) -> Layer:
     if isinstance(cache, ArraysCache):
-        return Layer(fixed=cache.nbytes)
+        return Layer(constant=cache.nbytes)
     keys = getattr(cache, "keys", None)
     if keys is None:
         return Layer()
     width = keys.shape[1] * keys.shape[3] + cache.values.shape[1] * cache.values.shape[3]
-    return Layer(width, keys.dtype.size, getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None))
+    size, quantized = keys.dtype.size, None
+    if affine is not None and type(cache) in SINGLE:
+        # A scale and a bias a group, in the model's own type.
+        quantized = width * (affine.bits / 8 + 2 * size / affine.group_size)
+    window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
+    return Layer(width * size, window, quantized=quantized, start=start if quantized is not None else 0)

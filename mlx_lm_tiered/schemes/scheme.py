@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ..caches import nbytes
 from ..kernels.choice import Kernels
 from ..statistics import Statistics
 from . import attention, mixed, plan
@@ -54,8 +57,7 @@ class Scheme:
 
     def converts(self, model: Any) -> bool:
         """Whether the model can have the scheme, and its caches are quantized at the start."""
-        known = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
-        return self.start > 0 and known is not None and known[0] is self and known[1] is not None
+        return self.start > 0 and self.plan_of(model) is not None
 
     def due(self, caches: Sequence[Any]) -> bool:
         """Whether some cache of a request is plain and holds `start` tokens or more."""
@@ -90,16 +92,31 @@ class Scheme:
         """What stands in for mlx-lm's quantized attention."""
         return attention.build(upstream, self._kernels)
 
+    def plan_of(self, model: Any) -> Plan | None:
+        """The plan that was made for a model; None before its first caches, and where the scheme is off."""
+        known = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+        return known[1] if known is not None and known[0] is self else None
+
     def report(self, entries: Sequence[Any]) -> dict[str, Any]:
         """What `/stats` shows: of stored `entries` with a plan, the bytes they should take and those they do, room for growth included."""
-        planned = [(entry, found) for entry in entries if (found := self.plans.get(entry.source.path)) is not None]
+        predicted, actual = Counter[str](), Counter[str]()
+        for entry in entries:
+            models = [entry.source] if entry.source.draft is None else [entry.source, entry.source.draft]
+            plans = [self.plans.get(model.path) for model in models]
+            layers = [layers for found in plans if found is not None for layers in found.layers]
+            if len(layers) != len(entry.caches):
+                continue  # of a model that keeps full precision
+            for layer, cache in zip(chain.from_iterable(layers), leaves(entry.caches), strict=True):
+                predicted[layer.type] += int(layer.bytes_at(entry.length))
+                actual[layer.type] += nbytes([cache])
         return {
             "scheme": str(self.spec),
             "conversions": self.conversions,
             "kernels": self._kernels.state,
             "kernels_failed": self._kernels.failed,
-            "predicted_bytes": sum(found.bytes_at(entry.length) for entry, found in planned),
-            "actual_bytes": sum(entry.nbytes for entry, _ in planned),
+            "predicted_bytes": predicted.total(),
+            "actual_bytes": actual.total(),
+            "layers": {kind: {"predicted_bytes": predicted[kind], "actual_bytes": actual[kind]} for kind in predicted},
             "bytes_per_1000_tokens": {path.name: found.bytes_at(1000) for path, found in self.plans.items() if path and found is not None},
         }
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from itertools import chain
+
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_lm_hooks import Refused
+from mlx_lm_hooks import Admission, Refused, Row
 from mlx_lm_patches.mailbox import Mailbox
 from mlx_lm_patches.shortage import without_memory
 from mlx_lm_tiered.memory import budget as budgets
-from mlx_lm_tiered.memory.footprint import Footprint, Layer, measure
+from mlx_lm_tiered import plugin
+from mlx_lm_tiered.memory.footprint import Footprint, measure
+from mlx_lm_tiered.memory.guard import MemoryGuard
+from mlx_lm_tiered.memory.layer import Layer
+from mlx_lm_tiered.prefix.relief import Relief
+from mlx_lm_tiered.schemes.convert import leaves
+from support.models import TINY
 
 
 @pytest.mark.parametrize("chunk", [32, 512])
@@ -35,33 +46,79 @@ def _sizes(model):
     return [array.nbytes for _, array in tree_flatten(model.parameters())]
 
 
-def test_a_quantized_cache_is_plain_until_it_is_converted():
-    layer = Footprint(0, (Layer(per_token=1024.0, element=2),))
-    plain, quantized = layer.nbytes(10_000, 2048), layer.nbytes(10_000, 512, "affine:4:64@0")
-    assert plain == 10_240 * 1024
-    assert quantized == int(10_240 * 1024 * (0.25 + 2 / 64) + 512 * 1024)
-
-
-def test_a_scheme_of_quantized_caches_is_measured_as_it_is_stored(tiny_llama):
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("scheme", ["affine:4:32", "affine:8:32@100", "config"])
+def test_a_scheme_costs_what_its_plan_says_for_each_type_of_layer(name, scheme, tmp_path):
     from mlx_lm import utils
     from mlx_lm.models import cache
 
     from mlx_lm_hooks import disable, enable
 
-    scheme = "affine:4:32@0"
+    if scheme == "config":
+        first, second = (1, 3) if name == "lfm2" else (0, 1)
+        bits = [{"layer_idx": first, "bits": 2, "group_size": 32}, {"layer_idx": second, "bits": 8, "group_size": 32}]
+        (tmp_path / "kv.json").write_text(json.dumps(bits))
+        scheme = f"config:{tmp_path / 'kv.json'}"
+    found = []
     enable("tiered", kv_scheme=scheme)
     try:
-        model, _ = utils.load(str(tiny_llama))
-        caches = cache.make_prompt_cache(model)
-        for _ in range(4):
-            model(mx.zeros((1, 256), mx.int32), cache=caches)
-            mx.eval([cache.state for cache in caches])
-        taken = sum(cache.nbytes for cache in caches)
-        measured = measure(model).nbytes(1023, 256, scheme)
+        from mlx_lm.generate import generate_step
+
+        model, _ = utils.load(str(TINY[name]))
+        plan_of = plugin._runtime.scheme().plan_of
+        for tokens in (60, 300, 700):
+            caches = cache.make_prompt_cache(model)
+            for _ in generate_step(mx.zeros(tokens - 2, mx.int32), model, max_tokens=3, prefill_step_size=128, prompt_cache=caches):
+                pass
+            found.append((tokens, caches))
+        plan, measured = plan_of(model), measure(model, plan_of=plan_of)
     finally:
         disable()
-    assert taken < 1024 * 1536 / 3
-    assert taken <= measured <= taken * 1.05
+    for tokens, caches in found:
+        held: Counter[str] = Counter()
+        for layer, leaf in zip(chain.from_iterable(plan.layers), leaves(caches), strict=True):
+            arrays = [array for _, array in tree_flatten(leaf.state) if isinstance(array, mx.array)]
+            # Buffers have room for more tokens than they hold.
+            held[layer.type] += sum(a.nbytes if layer.type == "recurrent" else a.nbytes * min(tokens, a.shape[2]) // a.shape[2] for a in arrays)
+        assert plan.bytes_by_type(tokens) == held and plan.bytes_at(tokens) == held.total()
+        taken = sum(leaf.nbytes for leaf in caches)
+        assert taken <= measured.nbytes(tokens, 128) <= taken * 1.6 + 64 * 1024
+        assert measured.peak(tokens, 128) >= measured.nbytes(tokens, 128)
+
+
+def test_a_sequence_is_in_full_precision_until_its_start():
+    layer = Layer(per_token=1000.0, quantized=300.0, start=5000)
+    two = Footprint(0, (layer, layer, Layer(per_token=100.0, window=64), Layer(constant=7)))
+    beside = 256 * 100 + 7  # a ring holds its window and a chunk
+    assert two.nbytes(4999, 192) == 2 * 5255 * 1000 + beside and two.nbytes(5000, 192) == 2 * 5256 * 300 + beside
+    # At the start one of them is quantized while both are still whole; a long sequence takes more than that in the end.
+    assert two.peak(5000, 192) == 5256 * (1000 + 1000 + 300) + beside
+    assert two.peak(100_000, 192) == two.nbytes(100_000, 192) and two.peak(6000, 192, held=5000) == two.nbytes(6000, 192)
+    # A row of a batch has the slots of the longest one, in its own precision.
+    assert two.nbytes(100, 192, 9000) == 2 * 9256 * 1000 + beside
+    assert two.decoded([Row(4000, -1), Row(6000, 10)]) == 2 * (256 * 1000 + 10 * 300)
+    assert two.per_token == 600 and two.computed_per_token == 2000
+
+
+@pytest.mark.parametrize(
+    ("scheme", "admitted"), [("bf16", False), ("affine:4:32", True), ("affine:4:32@1000", True), ("affine:4:32@390000", False)]
+)
+def test_admission_bills_what_the_scheme_makes_of_a_prompt(scheme, admitted):
+    """614 MB in full precision, 115 MB in 4 bits, with 300 MB to be had; a late start would need both."""
+    from mlx_lm import utils
+
+    from mlx_lm_hooks import disable, enable
+
+    enable("tiered", kv_scheme=scheme, prompt_cache_bytes=0)
+    try:
+        model, _ = utils.load(str(TINY["llama"]))
+        runtime = plugin._runtime
+        guard = MemoryGuard(300_000_000, Relief(lambda: [], lambda: None), runtime.statistics, runtime._plan_of)
+        told = guard.admit(Admission(None, model, None, range(400_000), 0, None, 16, 2048))
+    finally:
+        disable()
+    assert (told is None) == admitted and (admitted or told.status == 400)
+    assert guard.report()["kv_bytes_per_token"] == (1536 if scheme == "bf16" else 288)
 
 
 def test_the_budget_is_the_smaller_of_what_was_asked_and_what_there_is(monkeypatch):

@@ -41,6 +41,8 @@ def through_the_tiers(model, cache_dir, tmp_path, flags: list[str], converts: bo
         stats = server.stats()
         assert stats["faults"] == {} and (stats["kv"]["conversions"] > 0) == converts
         assert 0 < stats["kv"]["predicted_bytes"] <= stats["kv"]["actual_bytes"]
+        assert stats["kv"]["layers"].keys() == {"full", "window"}
+        assert all(0 < kind["predicted_bytes"] <= kind["actual_bytes"] for kind in stats["kv"]["layers"].values())
         assert server.terminate() == 0
     with tiered(model, cache_dir, *RESTORE, *flags, log=tmp_path / "second") as server:
         assert together(server) == [tokens[:n] for tokens, n in zip(cold, COUNTS, strict=True)]
