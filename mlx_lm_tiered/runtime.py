@@ -179,6 +179,8 @@ class Runtime:
         for cache in list(self._caches):
             if cache.preparations is not None:
                 cache.preparations.cancel(source)
+        if self.checkpoints is not None:
+            self.checkpoints.resumptions.cancel(source)
         namespace = self._namespace(source)
         for cache in list(self._caches):
             if cache.demotion is not None:
@@ -249,6 +251,8 @@ class Runtime:
         if self.storage is None:
             return None
         held = [cache.preparations.seconds for cache in caches if cache.preparations is not None]
+        if self.checkpoints is not None:
+            held.append(self.checkpoints.resumptions.seconds)
         return {
             **self.storage.stats(),
             "held_seconds_last": max((one["last"] for one in held), default=0.0),

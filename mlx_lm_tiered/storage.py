@@ -54,13 +54,12 @@ class Storage:
         # Both queues together may hold what one may.
         share = settings.ssd_queue // 2 if settings.generation_checkpoint else settings.ssd_queue
         self.queue = SpillQueue(self.store, busy=busy, max_bytes=share, wake=wake)
-        self.checkpoints: Checkpoints | None = None
-        if settings.generation_checkpoint:
-            self.checkpoints = Checkpoints(
-                self.store, self.identities, statistics, decoding, settings.generation_checkpoint, settings.ssd_queue - share
-            )
         self._compactor = Compactor(self.store, lambda: busy() or self.queue.pending > 0)
         self.restorer = Restorer(self.store.restoring, decoding, wake, restoring_bytes, spare)
+        self.checkpoints: Checkpoints | None = None
+        if settings.generation_checkpoint:
+            interval, size = settings.generation_checkpoint, settings.ssd_queue - share
+            self.checkpoints = Checkpoints(self.store, self.identities, statistics, decoding, interval, size, self.restorer)
         self._rates = Rates(directory / rates_file.NAME)
         self.store.on_restored = self._rates.restored
         self.tier = SsdTier(self.store, self.queue, self.identities, statistics, Chooser(self._rates, settings.ssd_restore))

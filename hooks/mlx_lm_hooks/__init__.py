@@ -19,6 +19,7 @@ _HOMES = {
     "find_host": "manager",
     "installed_plugins": "manager",
     "Admission": "types",
+    "CheckpointPreparation": "types",
     "Companion": "types",
     "Engine": "types",
     "GenerationCheckpoints": "types",

@@ -207,12 +207,23 @@ class RequestCheckpoints(Protocol):
         """The request was answered to its end, and its checkpoint is void at once; or it was given up, and the last one stays."""
 
 
+class CheckpointPreparation(Preparation, Protocol):
+    """What a request waits for that may go on from a checkpoint."""
+
+    @property
+    def found(self) -> bool:
+        """Once `step` gave True: whether there is a checkpoint to go on from. If not, the request's prompt is looked up as any other."""
+
+
 class GenerationCheckpoints(Protocol):
     """Keeps generations so that they outlive the process. Generation thread only."""
 
     @property
     def interval(self) -> int:
         """Tokens between two checkpoints of a request."""
+
+    def prepare(self, source: ModelSource, prompt: Sequence[int], policy: str) -> CheckpointPreparation | None:
+        """Begin in the background what a `begin` of this request would stand still for; None when that is nothing. The `begin` that follows finds what was prepared."""
 
     def begin(self, source: ModelSource, prompt: Sequence[int], policy: str) -> RequestCheckpoints | None:
         """A request begins. `policy` is everything but model and prompt that decides what is generated. None to leave it alone."""

@@ -10,10 +10,15 @@ from typing import Any
 from mlx_lm_hooks import GenerationState, ModelSource
 
 from .. import caches as kinds
+from ..cold.ahead import TRIES
+from ..cold.catalog import ColdEntry
+from ..cold.restore import Restored
+from ..cold.restoring import Restorer
 from ..cold.store import ColdStore
 from ..identity import Identity, IdentityResolver
 from ..index.keys import token_key
 from ..statistics import Statistics
+from .resuming import Resumption, Resumptions
 from .snapshot import KIND, Attempt, namespace_of, signatures, state_of, take
 from .writer import CheckpointWriter
 
@@ -33,16 +38,18 @@ class Checkpoints:
         busy: Callable[[], bool],
         interval: int,
         max_bytes: int,
+        restorer: Restorer,
     ):
         self._store = store
         self._identities = identities
         self._statistics = statistics
         self._interval = interval
         self._writer = CheckpointWriter(store, busy, max_bytes)
+        self.resumptions = Resumptions(restorer)
         self._patience = PATIENCE
         self._running: set[tuple[str, str]] = set()
         self._skipped: Counter[str] = Counter()
-        self._resumed = self._tokens = self._taken = 0
+        self._resumed = self._ahead = self._tokens = self._taken = 0
         self._seconds = 0.0
 
     # The contract
@@ -51,6 +58,17 @@ class Checkpoints:
     def interval(self) -> int:
         return self._interval
 
+    def prepare(self, source: ModelSource, prompt: Sequence[int], policy: str) -> Resumption | None:
+        try:
+            namespace = namespace_of(prompt, policy)
+            until = time.monotonic() + self._patience
+            return self.resumptions.begin(
+                source, namespace, lambda: self._settled(source, until), lambda: self._newest(source, namespace, prompt)
+            )
+        except Exception as error:
+            self._statistics.fault("checkpoint", f"looking for a checkpoint failed ({error!r})")
+            return None
+
     def begin(self, source: ModelSource, prompt: Sequence[int], policy: str) -> RequestCheckpoints | None:
         try:
             identity = self._found(source)
@@ -58,10 +76,10 @@ class Checkpoints:
                 self.skipped("no-fingerprint")
                 return None
             attempt = Attempt(identity, namespace_of(prompt, policy), len(prompt))
-            if attempt.place in self._running:
-                self.skipped("running")  # the same request again, while it runs
+            if attempt.place in self._running or self.resumptions.reading(source, attempt.namespace):
+                self.skipped("running")  # the same request again, while it runs or is about to
                 return None
-            state = self._restore(attempt, prompt)
+            state = self._state(source, attempt, prompt)
             self._running.add(attempt.place)
             return RequestCheckpoints(self, attempt, state)
         except Exception as error:
@@ -84,6 +102,7 @@ class Checkpoints:
             "running": len(self._running),
             "resumed": self._resumed,
             "resumed_tokens": self._tokens,
+            "resumed_in_background": self._ahead,
             "taken": self._taken,
             "taking_seconds_total": self._seconds,
             **self._writer.stats(),
@@ -126,21 +145,51 @@ class Checkpoints:
         self._patience = max(0.0, self._patience - (time.monotonic() - started))
         return identity
 
-    def _restore(self, attempt: Attempt, prompt: Sequence[int]) -> GenerationState | None:
-        place = attempt.place
-        # One that turns out damaged leaves the index; the one before it may serve.
-        for _ in range(3):
-            if self._writer.is_void(*place) or (entry := self._store.newest(*place, token_key(prompt), KIND)) is None:
-                return None
-            if (caches := self._store.restore(entry)) is None:
-                continue
-            state = state_of(list(caches), entry.key, prompt, caches.companion)
-            if state is not None:
-                attempt.durable, attempt.signatures = entry, signatures(caches)
-                self._resumed += 1
-                self._tokens += entry.length - len(prompt)
+    def _settled(self, source: ModelSource, until: float) -> bool:
+        """Whether it is known what checkpoints there are, or the patience for that is at its end. Never waits."""
+        identity = self._identities.get(source)
+        if identity is not None:
+            self._store.attach(identity.fingerprint)
+            if self._store.wait_scanned(0, identity.fingerprint):
+                return True
+        elif not self._identities.pending(source):
+            return True
+        if time.monotonic() < until:
+            return False
+        self._patience = 0.0
+        return True
+
+    def _newest(self, source: ModelSource, namespace: str, prompt: Sequence[int]) -> ColdEntry | None:
+        """The checkpoint that a request which does not run yet would go on from."""
+        identity = self._identities.get(source)
+        place = (identity.fingerprint, namespace) if identity is not None else None
+        if place is None or place in self._running or self._writer.is_void(*place):
+            return None
+        return self._store.newest(*place, token_key(prompt), KIND)
+
+    def _state(self, source: ModelSource, attempt: Attempt, prompt: Sequence[int]) -> GenerationState | None:
+        """Where a request goes on: what was read ahead of it, or else what is read now."""
+        if (prepared := self.resumptions.take(source, attempt.namespace)) is not None:
+            restored = prepared.caches()
+            state = self._accept(attempt, prompt, *restored) if restored is not None else None
+            self._ahead += state is not None
             return state
+        # One that turns out damaged leaves the index; the one before it may serve.
+        for _ in range(TRIES):
+            if (entry := self._newest(source, attempt.namespace, prompt)) is None:
+                return None
+            if (caches := self._store.restore(entry)) is not None:
+                return self._accept(attempt, prompt, entry, caches)
         return None
+
+    def _accept(self, attempt: Attempt, prompt: Sequence[int], entry: ColdEntry, caches: Restored) -> GenerationState | None:
+        """The state that an entry holds, from which this attempt then goes on."""
+        state = state_of(list(caches), entry.key, prompt, caches.companion)
+        if state is not None:
+            attempt.durable, attempt.signatures = entry, signatures(caches)
+            self._resumed += 1
+            self._tokens += entry.length - len(prompt)
+        return state
 
 
 class RequestCheckpoints:

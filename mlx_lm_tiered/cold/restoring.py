@@ -11,10 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 from .catalog import ColdEntry
-from .restore import Restore
+from .restore import Restore, Restored
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -60,7 +59,7 @@ class Restoring:
             self._seconds += time.perf_counter() - started
             self.failed = False
 
-    def caches(self) -> list[Any] | None:
+    def caches(self) -> Restored | None:
         """What was read, None when that failed. Generation thread only, once."""
         if self.failed:
             return None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from mlx_lm_hooks import ModelSource, Taken
 
-from ..cold.restoring import Restorer, Ticket
-from .ssd import TRIES, SsdTier
+from ..cold.ahead import Ahead
+from ..cold.catalog import ColdEntry
+from ..cold.restoring import Restorer
+from .ssd import SsdTier
 
 
-class Preparation:
+class Preparation(Ahead):
     """The contract's `Preparation`: one request's restore in the background. Generation thread only.
 
     It begins when the model's fingerprint and headers are known, tries the next best
@@ -19,63 +20,25 @@ class Preparation:
     """
 
     def __init__(self, ssd: SsdTier, restorer: Restorer, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int):
+        super().__init__(restorer, lambda: ssd.settled(source), self._located)
         self.source = source
         self.key = key
         self._ssd = ssd
-        self._restorer = restorer
         self._tokens = tokens
         self._longer_than = longer_than
-        self._ticket: Ticket | None = None
         self._length = 0
-        self._tries = 0
-        self._ended = False
-        self.closed = False  # whether nobody will take what was restored
-        self._started = time.monotonic()
 
-    def step(self) -> bool:
-        if self._ended:
-            return True
-        if self._ticket is None:
-            if not self._ssd.settled(self.source):
-                return False
-            located = self._ssd.locate(self.source, self._tokens, self.key, self._longer_than) if self._tries < TRIES else None
-            if located is None:
-                self._ended = True
-                return True
-            self._tries += 1
-            entry, self._length = located
-            self._ticket = self._restorer.start(entry)
-        if not self._ticket.done:
-            return False
-        if self._ticket.restoring.failed:
-            self._restorer.release(self._ticket)
-            self._ticket = None
-            return self.step()
-        self._ended = True
-        return True
-
-    def cancel(self) -> None:
-        self._ended = self.closed = True
-        if self._ticket is not None:
-            self._restorer.release(self._ticket)
-            self._ticket = None
+    def _located(self) -> ColdEntry | None:
+        located = self._ssd.locate(self.source, self._tokens, self.key, self._longer_than)
+        if located is None:
+            return None
+        entry, self._length = located
+        return entry
 
     def taken(self) -> Taken | None:
         """What was restored, once; None when nothing was, or not yet."""
-        ticket, self._ticket = self._ticket, None
-        self._ended = self.closed = True
-        if ticket is None:
-            return None
-        try:
-            caches = ticket.restoring.caches() if ticket.done else None
-            return self._ssd.cut(ticket.entry, caches, self._length) if caches is not None else None
-        finally:
-            self._restorer.release(ticket)
-
-    @property
-    def seconds(self) -> float:
-        """Since it was begun."""
-        return time.monotonic() - self._started
+        restored = self.caches()
+        return self._ssd.cut(*restored, self._length) if restored is not None else None
 
 
 class Preparations:

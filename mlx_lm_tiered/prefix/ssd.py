@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from mlx_lm_hooks import ModelSource, Taken
 
 from .. import caches as kinds
+from ..cold.ahead import TRIES
 from ..cold.restore import Restored
 from ..cold.spill import Job, SpillQueue
 from ..cold.store import ColdEntry, ColdStore, Found
@@ -24,7 +25,6 @@ from .rates import KEPT_CHUNKS, Rates
 # model together: decoding stands still meanwhile, and weights on a slow disk take minutes.
 PATIENCE = 10.0
 UNSERVED = 64  # requests whose decision is remembered until they are served
-TRIES = 3  # entries that one request tries to restore
 # How the namespaces of entries with companion state begin: they are stored beside those
 # without, which neither serve for them nor give way to them.
 BESIDE = "companion:"

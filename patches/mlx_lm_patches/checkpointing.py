@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mlx_lm_hooks.types import GenerationState, ModelSource, RequestCheckpoints
+from mlx_lm_hooks.types import CheckpointPreparation, GenerationState, ModelSource, Preparation, RequestCheckpoints
 
 from .runtime import Runtime
 
@@ -90,6 +90,46 @@ def asked(runtime: Runtime, generator: Any, args: Any, result: Any) -> None:
         runtime.here.asked = Asked(result[0], args, path, blocked)
     except Exception as error:
         runtime.fault("preparing a checkpoint", error)
+
+
+def prepare(runtime: Runtime, source: ModelSource, otherwise: Callable[[], Preparation | None]) -> Preparation | None:
+    """What the request that was tokenized just now should wait for: its checkpoint, or when it has none, what `otherwise` gives."""
+    request, runtime.here.asked = runtime.here.asked, None
+    resumption = None
+    if request is not None and not request.blocked:
+        begin = getattr(runtime.checkpoints(), "prepare", None)
+        try:
+            resumption = begin(source, request.prompt, _policy(request)) if begin is not None else None
+        except Exception as error:
+            runtime.fault("looking for a checkpoint", error)
+    return otherwise() if resumption is None else _Resumption(resumption, otherwise)
+
+
+class _Resumption:
+    """Implements the contract's `Preparation`: a checkpoint's, and behind it the prompt's, where there turns out to be no checkpoint."""
+
+    def __init__(self, checkpoint: CheckpointPreparation, otherwise: Callable[[], Preparation | None]):
+        self._checkpoint = checkpoint
+        self._otherwise: Callable[[], Preparation | None] | None = otherwise
+        self._prompt: Preparation | None = None
+
+    def step(self) -> bool:
+        if self._otherwise is not None:
+            if not self._checkpoint.step():
+                return False
+            otherwise, self._otherwise = self._otherwise, None
+            if not self._checkpoint.found:
+                self._prompt = otherwise()
+        return self._prompt is None or self._prompt.step()
+
+    def cancel(self) -> None:
+        self._otherwise = None
+        prompt, self._prompt = self._prompt, None
+        try:
+            self._checkpoint.cancel()
+        finally:
+            if prompt is not None:
+                prompt.cancel()
 
 
 def begin(runtime: Runtime, source: ModelSource, tokens: Sequence[int]) -> bool:

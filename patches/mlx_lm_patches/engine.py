@@ -146,7 +146,7 @@ class Engine:
         if self._model is None or args.model != self._model:
             return False
         try:
-            preparation = preparation_for(self._generator, request, args)
+            preparation = preparation_for(self._runtime, self._generator, request, args)
         except Exception as error:
             self._runtime.fault("preparing a request", error)
             return False

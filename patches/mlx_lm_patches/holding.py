@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_lm_hooks.types import Preparation
 
+from . import checkpointing
 from .mailbox import Cancelled
 from .runtime import Runtime
 
@@ -55,7 +56,7 @@ class Held:
             return True
 
 
-def preparation_for(generator: Any, request: Any, args: Any) -> Preparation | None:
+def preparation_for(runtime: Runtime, generator: Any, request: Any, args: Any) -> Preparation | None:
     """What a request that upstream would add to its batch should wait for; None when nothing, or when it would not be added.
 
     Call it only when the model that `args` name is the one that is loaded.
@@ -72,7 +73,8 @@ def preparation_for(generator: Any, request: Any, args: Any) -> Preparation | No
         setattr(request, _TOKENIZED, (provider.model_key, error))
         return None
     setattr(request, _TOKENIZED, (provider.model_key, result))
-    return prepare(provider.model_key, result[0])
+    source = runtime.source_for(provider.model_key)
+    return checkpointing.prepare(runtime, source, lambda: prepare(provider.model_key, result[0]))
 
 
 def remembering(tokenize: Callable[..., Any]) -> Callable[..., Any]:

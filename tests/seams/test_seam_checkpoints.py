@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -246,3 +247,53 @@ def test_what_ends_in_a_step_that_fails_later_on_is_over(tiny_llama, monkeypatch
             other.result(30)
         assert begun[0] == 0 and begun[-1] == 1, "it was not being prefilled when the other ended"
         assert sorted(keeper.ended) == [False, True]
+
+
+class Waiting:
+    """A preparation that is ready when told."""
+
+    def __init__(self, found: bool):
+        self.found = found
+        self.ready = threading.Event()
+        self.steps = self.cancels = 0
+
+    def step(self):
+        self.steps += 1
+        return self.ready.is_set()
+
+    def cancel(self):
+        self.cancels += 1
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_those_that_decode_go_on_while_a_checkpoint_is_read(tiny_llama, monkeypatch, found):
+    """And where it turns out that there is none, while the prompt's prefix is."""
+    with serving(tiny_llama) as (keeper, generator), ThreadPoolExecutor() as pool:
+        args = options()
+        whole = ask(generator, args)
+        keeper.resume = 20 if found else None
+        made, checkpoint, prefix, begun = [], Waiting(found), Waiting(False), []
+
+        def prepare(source, prompt, policy):
+            made.append(policy)
+            return checkpoint if policy in keeper.states else None
+
+        def otherwise(cache, model, tokens):
+            begun.append(tokens)
+            return prefix if checkpoint.ready.is_set() and not prefix.steps else None
+
+        monkeypatch.setattr(keeper, "prepare", prepare, raising=False)
+        monkeypatch.setattr(type(generator.prompt_cache), "prepare", otherwise)
+        other = pool.submit(ask, generator, options(max_tokens=41), "Something else.")
+        assert other.result(30)[2] == "length" and len(begun) == 1
+        held = pool.submit(ask, generator, args)
+        until(lambda: checkpoint.steps)
+        assert len(ask(generator, options(max_tokens=42))[0]) == 42 and not held.done()
+        checkpoint.ready.set()
+        if not found:
+            until(lambda: prefix.steps)
+            assert len(ask(generator, options(max_tokens=43))[0]) == 43 and not held.done()
+            prefix.ready.set()
+        assert held.result(30) == whole
+        until(lambda: checkpoint.cancels and (found or prefix.cancels))
+        assert bool(prefix.steps) != found and len(set(made)) == len(made)

@@ -1,8 +1,8 @@
 """Put on PYTHONPATH of a server process, this makes its system calls on one directory fail as a control file says.
 
 The file named by INJECT_CONTROL holds JSON and is looked at before each call: for the
-name of a function of `os` the name of an errno, or ``short`` for as few bytes as the
-system may transfer; for ``time`` the seconds by which the clock is wrong. INJECT_UNDER
+name of a function of `os` the name of an errno, ``short`` for as few bytes as the
+system may transfer, or seconds that the call takes longer; for ``time`` the seconds by which the clock is wrong. INJECT_UNDER
 is the directory.
 """
 
@@ -49,6 +49,9 @@ def inject(name):
     def call(*args, **kwargs):
         fault = control().get(name)
         if fault and args and ours(args[0]) and (name != "open" or args[1] & os.O_CREAT):
+            if isinstance(fault, float):
+                time.sleep(fault)
+                return real(*args, **kwargs)
             if fault != "short":
                 raise OSError(getattr(errno, fault), os.strerror(getattr(errno, fault)), str(args[0]))
             if name == "pwrite":
