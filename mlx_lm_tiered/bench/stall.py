@@ -14,7 +14,6 @@ asked again, whose prefix then is in memory.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 import time
@@ -29,6 +28,7 @@ from mlx_lm_tiered.bench.text import long_document
 from mlx_lm_tiered.progress import Progress
 
 from .client import RequestFailed
+from .concurrent import endless
 from .restart import drop_page_cache, started
 from .server import Server, tiered_flags
 from .writes import flush
@@ -41,7 +41,7 @@ FEWEST = 20  # intervals, of both streams together, from which on a percentile m
 
 def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dict[str, Any]:
     """Measure it; `window` is the time without, in seconds. Times between tokens are milliseconds. Raises ServerFailed, RequestFailed."""
-    bias = _endless(model)
+    bias = endless(model)
     text = long_document(model, prefix_tokens)
     disk, ram, background = [], [], 0
     with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-") as scratch:
@@ -83,12 +83,6 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
         "disk": disk,
         "ram": ram,
     }
-
-
-def _endless(model: Path) -> dict[str, float]:
-    """A logit bias under which the model never ends by itself."""
-    ends = json.loads((model / "config.json").read_text()).get("eos_token_id") or []
-    return {str(end): -1000.0 for end in (ends if isinstance(ends, list) else [ends])}
 
 
 def _pair(server: Server, streams: list[_Stream], text: str, window: float, bias: dict[str, float]) -> dict[str, Any]:

@@ -52,11 +52,18 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     schemes.add_argument("--decode-tokens", type=positive, default=16, metavar="N", help="tokens decoded in each measurement (default: 16)")
     schemes.add_argument("--repeats", type=positive, default=5, metavar="R", help="rounds, each with every scheme (default: 5)")
     schemes.set_defaults(run=run_bench_schemes)
+    concurrent = benches.add_parser("concurrent", help="requests at once under a KV scheme, against one after another under mlx-lm's --kv-bits")
+    concurrent.add_argument("--scheme", default="affine:4", metavar="SCHEME", help="affine:BITS[:GROUP][@START] (default: affine:4)")
+    concurrent.add_argument("--requests", type=positive, default=4, metavar="N", help="requests at once (default: 4)")
+    concurrent.add_argument("--prefix-tokens", type=positive, default=256, metavar="N", help="length of each prompt (default: 256)")
+    concurrent.add_argument("--decode-tokens", type=positive, default=96, metavar="N", help="tokens of each answer (default: 96)")
+    concurrent.add_argument("--repeats", type=positive, default=3, metavar="R", help="pairs of measurements (default: 3)")
+    concurrent.set_defaults(run=run_bench_concurrent)
     guard = benches.add_parser("guard", help="decode speed with the memory guard over that without")
     guard.add_argument("--decode-tokens", type=positive, default=600, metavar="N", help="tokens decoded in each measurement (default: 600)")
     guard.add_argument("--repeats", type=positive, default=8, metavar="R", help="pairs of measurements (default: 8)")
     guard.set_defaults(run=run_bench_guard)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, guard):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, concurrent, guard):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     restoring.add_argument("--tokens", type=positive, default=6000, metavar="N", help="tokens of the entry, each 131 kB (default: 6000)")
@@ -72,7 +79,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     kernels.add_argument("parts", nargs="*", metavar="PART", help="of self-test, steps, sweep, model (default: all but sweep)")
     kernels.add_argument("--sweep", action="store_true", help="also measure every way to cut up the work")
     kernels.set_defaults(run=run_bench_kernels)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, guard, restoring, start_up, kernels):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, concurrent, guard, restoring, start_up, kernels):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -179,6 +186,18 @@ def run_bench_schemes(args: argparse.Namespace) -> int:
     if result:
         print(report.table(result["rows"]))
     return code
+
+
+def run_bench_concurrent(args: argparse.Namespace) -> int:
+    from ..bench import concurrent
+
+    try:
+        return run_measurement(
+            args,
+            lambda: concurrent.run(Path(model(args.model)), args.scheme, args.requests, args.prefix_tokens, args.decode_tokens, args.repeats),
+        )
+    except ValueError as error:
+        return say(str(error), 2)
 
 
 def run_bench_kernels(args: argparse.Namespace) -> int:

@@ -22,7 +22,6 @@ from ..settings import format_size
 from ..statistics import Statistics
 from .budget import budget, live
 from .footprint import Footprint, PlanOf, measure
-from .layer import GROWTH
 
 logger = logging.getLogger("mlx_lm_tiered")
 

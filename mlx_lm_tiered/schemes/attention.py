@@ -38,6 +38,8 @@ def build(upstream: Callable[..., mx.array], kernels: Kernels | None = None) -> 
             if done is not None:
                 return done
         if sinks is None and _upstreams(queries, q_values, group_size):
+            if mx.default_device().type == mx.cpu and queries.shape[1] > q_keys[0].shape[1]:
+                return gathered(queries, q_keys, q_values, scale, mask, group_size, bits)
             return upstream(queries, q_keys, q_values, scale=scale, mask=mask, group_size=group_size, bits=bits)
         keys, values = (Triple.of(side, bits, group_size) for side in (q_keys, q_values))
         return tiled(queries, keys, values, scale, mask, sinks)
@@ -51,6 +53,22 @@ def _upstreams(queries: mx.array, values: Any, group_size: int) -> bool:
     if _strided_unsupported() or values[1].shape[3] * group_size != dim:
         return False
     return length <= FEW
+
+
+def gathered(queries: mx.array, q_keys: Any, q_values: Any, scale: float, mask: Any, group_size: int, bits: int) -> mx.array:
+    """mlx-lm's quantized attention, number for number, with the queries of a group as rows of one product.
+
+    mlx-lm has an axis of its own for them, along which mlx on the CPU copies keys and
+    values, once for every query head.
+    """
+    rows, heads, length, dim = queries.shape
+    kv_heads, slots = q_keys[0].shape[1:3]
+    q = (queries * scale).reshape(rows, kv_heads, -1, dim)
+    scores = mx.quantized_matmul(q, *q_keys, transpose=True, group_size=group_size, bits=bits)
+    scores = _masked(scores.reshape(rows, kv_heads, -1, length, slots), mask, 0, slots, slots)
+    weights = mx.softmax(scores, axis=-1, precise=True).reshape(rows, kv_heads, -1, slots)
+    out = mx.quantized_matmul(weights, *q_values, transpose=False, group_size=group_size, bits=bits)
+    return out.reshape(rows, heads, length, -1)
 
 
 def _strided_unsupported() -> bool:

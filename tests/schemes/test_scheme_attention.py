@@ -42,6 +42,18 @@ def test_tiles_are_within_rounding_of_upstream(name, n):
         assert mx.abs(attention.tiled(queries, keys, values, 0.2, mask, tile=tile) - expected).max() < 1e-5
 
 
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_few_queries_give_upstreams_numbers_bit_for_bit(name, bits):
+    for n, kv_heads in ((1, 2), (3, 2), (8, 2), (1, 6)):
+        cache = QuantizedKVCache(bits=bits, group_size=32)
+        keys, values = cache.update_and_fetch(*(noise(ROWS, kv_heads, 130, DIM, seed=seed) for seed in (1, 2)))
+        queries, mask = noise(ROWS, HEADS, n, DIM, seed=3), MASKS[name](n, 130)
+        expected = base.quantized_scaled_dot_product_attention(mx.array(queries), keys, values, 0.2, mask, 32, bits)
+        attend = attention.build(base.quantized_scaled_dot_product_attention)
+        assert mx.array_equal(attend(queries, keys, values, 0.2, mask, 32, bits), expected)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 8])
 def test_every_width(bits):
     keys, values = held(70, bits, 128)
@@ -65,7 +77,7 @@ def test_sinks_and_other_value_dimensions_as_mlx_has_them():
 def test_where_mlx_cannot_multiply_slices_tiles_serve_decoding(monkeypatch):
     """Fault 15: mlx on CUDA has no quantized matrix product over a cache that is not exactly full."""
     keys, values = held(70)
-    queries = noise(ROWS, HEADS, 1, DIM, seed=3)
+    queries = noise(ROWS, KV_HEADS, 1, DIM, seed=3)
     expected = base.quantized_scaled_dot_product_attention(mx.array(queries), keys, values, 0.1, None, 32, 4)
 
     def refuse(*args, **kwargs):
