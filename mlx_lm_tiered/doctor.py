@@ -100,10 +100,11 @@ def _device(report: Report) -> None:
         report.warnings.append(openblas.INSTALL_HINT)
 
 
-def _decode_kernels() -> bool:
+def _decode_kernels() -> str:
     from .kernels.choice import available
+    from .kernels.decode import dialect
 
-    return available()
+    return dialect() if available() else "none"
 
 
 def _cache(report: Report, root: Path) -> dict[str, Any]:
@@ -152,6 +153,13 @@ def _side_file(name: str) -> bool:
     return name == "lock" or name.startswith("identities.json")
 
 
+_KERNELS = {
+    "cuda": "each is tested at its first use",
+    "metal": "by Metal, which its tests only imitate: each is tested and timed at its first use",
+    "none": "none for this device",
+}
+
+
 def describe(report: Report) -> str:
     """The report for people."""
     facts = report.facts
@@ -160,7 +168,7 @@ def describe(report: Report) -> str:
     lines.append(f"machine    {machine['platform']}, {machine['cores']} cores, {format_size(machine['memory_bytes'])}")
     lines.append(f"device     {facts['device'] or 'mlx does not load'}")
     if facts["decode_kernels"] is not None:
-        lines.append(f"kernels    decode attention over quantized KV: {'each is tested at its first use' if facts['decode_kernels'] else 'none for this device'}")
+        lines.append(f"kernels    decode attention over quantized KV: {_KERNELS[facts['decode_kernels']]}")
     if sys.platform.startswith("linux"):
         lines.append(f"OpenBLAS   {machine['openblas'] or 'not installed'}")
     lines += [f"plugin     {p['name']} ({p['package']} {p['version']})" for p in facts["plugins"]]

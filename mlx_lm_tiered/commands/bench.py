@@ -205,7 +205,7 @@ def run_bench_kernels(args: argparse.Namespace) -> int:
     from ..kernels.choice import available
 
     if not available():
-        return say("decode kernels need a GPU that mlx reaches by CUDA", 2)
+        return say("decode kernels need a GPU that mlx reaches by CUDA or Metal", 2)
     parts = [*(args.parts or ["self-test", "steps", "model"]), *(["sweep"] if args.sweep else [])]
     unknown = sorted(set(parts) - set(kernels.PARTS))
     if unknown:

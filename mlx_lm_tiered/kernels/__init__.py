@@ -1,1 +1,1 @@
-"""Attention of a decode step over quantized KV, read in place from the cache's own buffers: one kernel body, in CUDA and in plain C++."""
+"""Attention of a decode step over quantized KV, read in place from the cache's own buffers: one kernel body, in CUDA, in Metal and, for tests, in plain C++."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .check import Format, passes
-from .decode import decode, supports
+from .check import Format, faster, passes
+from .decode import decode, dialect, supports
 
 
 def on_cuda() -> bool:
@@ -16,19 +16,27 @@ def on_cuda() -> bool:
     return mx.default_device().type == mx.gpu and not mx.metal.is_available()
 
 
+def on_metal() -> bool:
+    """Whether mlx computes on Apple's GPU."""
+    return mx.default_device().type == mx.gpu and mx.metal.is_available()
+
+
 def available() -> bool:
     """Whether there is a kernel for the default device."""
-    return on_cuda()
+    return on_cuda() or on_metal()
 
 
 class Kernels:
-    """The kernels of a start. Each format is tested at its first use; one that fails is off, and `fault` is told why, once."""
+    """The kernels of a start. Each format is tested at its first use; one that fails is off, and `fault` is told why, once.
+
+    On Metal one that is slower than mlx's own way is off too, which is no fault.
+    """
 
     def __init__(self, mode: str = "auto", fault: Callable[[str], None] = lambda text: None):
         self.state = "off" if mode == "off" else "on" if available() else "none for this device"
         self._fault = fault
         self._right: dict[Format, bool] = {}
-        self.failed = 0
+        self.failed = self.slower = 0
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any, bits: int, group_size: int
@@ -46,7 +54,10 @@ class Kernels:
     def _test(self, form: Format) -> bool:
         try:
             if passes(form):
-                return True
+                # Nobody has timed the kernels on Metal, where mlx's own way is a good one.
+                right = dialect() != "metal" or faster(form)
+                self.slower += not right
+                return right
             reason = "its self-test gave other numbers"
         except Exception as error:  # A compiler and a driver fail in their own ways; all mean that mlx computes this.
             reason = str(error) or repr(error)

@@ -18,10 +18,19 @@ from .tuning import Tuning, choose
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
 LARGEST_DIM = 256
-MOST_SHARED = 48 << 10
 MOST_SPLITS = 512
 INPUTS = ["q", "kp", "ks", "kb", "vp", "vs", "vb", "mask", "scale"]
+# Bytes of shared memory a block may have. And elements from which on mlx passes every array in the same address space: to a Metal kernel
+# it passes smaller ones as constants, and the cache's own are read as device memory.
+MOST_SHARED = {"cuda": 48 << 10, "metal": 32 << 10}
+LEAST_ELEMENTS = {"cuda": 1, "metal": 8}
 _FLOATS = (mx.bfloat16, mx.float16, mx.float32)
+
+
+@cache
+def dialect() -> str:
+    """Of the device's kernels: "metal" or "cuda"."""
+    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def supports(queries: mx.array, keys: Any, values: Any, bits: int, group_size: int, mask: Any, sinks: Any) -> bool:
@@ -32,6 +41,8 @@ def supports(queries: mx.array, keys: Any, values: Any, bits: int, group_size: i
         return False
     if dim % group_size or dim > LARGEST_DIM or heads % kv_heads or slots == 0 or slots * dim >= 1 << 31:
         return False
+    if keys[1].size < LEAST_ELEMENTS[dialect()]:
+        return False
     if keys[1].shape[3] * group_size != dim or values[1].shape[3] * group_size != dim:
         return False
     if queries.dtype not in _FLOATS or keys[1].dtype not in _FLOATS or values[1].dtype != keys[1].dtype:
@@ -39,7 +50,9 @@ def supports(queries: mx.array, keys: Any, values: Any, bits: int, group_size: i
     if mask is None or isinstance(mask, str):
         # A causal mask hides nothing from the one last query.
         return mask in (None, "causal")
-    return mask.dtype == mx.bool_ and _per_token(mask, rows, slots) is not None
+    if mask.dtype != mx.bool_ or rows * slots < LEAST_ELEMENTS[dialect()]:
+        return False
+    return _per_token(mask, rows, slots) is not None
 
 
 def _per_token(mask: mx.array, rows: int, slots: int) -> mx.array | None:
@@ -51,19 +64,21 @@ def _per_token(mask: mx.array, rows: int, slots: int) -> mx.array | None:
 
 
 @cache
-def _parts(warps: int, resident: int) -> Any:
+def _parts(language: str, warps: int, resident: int) -> Any:
+    make, header = (mx.fast.metal_kernel, source.header("metal")) if language == "metal" else (mx.fast.cuda_kernel, source.bounded(warps, resident))
     # Views are read by their strides: nothing may be made contiguous.
-    return mx.fast.cuda_kernel(
-        name=f"tiered_decode_{source.digest()}_{resident}", input_names=INPUTS, output_names=["po", "pm", "pl"],
-        header=source.bounded(warps, resident), source=source.text("decode.body"), ensure_row_contiguous=False,
+    return make(
+        name=f"tiered_decode_{source.digest(language)}_{resident}", input_names=INPUTS, output_names=["po", "pm", "pl"],
+        header=header, source=source.body(language, "decode.body"), ensure_row_contiguous=False,
     )  # fmt: skip
 
 
 @cache
-def _merge() -> Any:
-    return mx.fast.cuda_kernel(
-        name=f"tiered_merge_{source.digest()}", input_names=["po", "pm", "pl"], output_names=["out"], header=source.cuda_header(),
-        source=source.text("merge.body"),
+def _merge(language: str) -> Any:
+    make = mx.fast.metal_kernel if language == "metal" else mx.fast.cuda_kernel
+    return make(
+        name=f"tiered_merge_{source.digest(language)}", input_names=["po", "pm", "pl"], output_names=["out"],
+        header=source.header(language), source=source.body(language, "merge.body"),
     )  # fmt: skip
 
 
@@ -75,9 +90,9 @@ def _constant(value: float | None) -> mx.array:
     return made
 
 
-def warps_that_fit(dim: int, each: int, warps: int) -> int:
-    """At most `warps`, and no more than whose outputs a block's shared memory holds."""
-    while warps > 1 and warps * min(each, 8) * (dim + 2 + dim // 32) * 4 > MOST_SHARED:
+def warps_that_fit(dim: int, each: int, warps: int, shared: int) -> int:
+    """At most `warps`, and no more than whose outputs `shared` bytes of a block's memory hold."""
+    while warps > 1 and warps * min(each, 8) * (dim + 2 + dim // 32) * 4 > shared:
         warps //= 2
     return warps
 
@@ -92,9 +107,11 @@ class _Calls(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _calls(rows: int, heads: int, kv_heads: int, dim: int, bits: int, group_size: int, masked: bool, queries: mx.Dtype, scales: mx.Dtype, tuning: Tuning) -> _Calls:
+def _calls(language: str, rows: int, heads: int, kv_heads: int, dim: int, bits: int, group_size: int, masked: bool, queries: mx.Dtype, scales: mx.Dtype, tuning: Tuning) -> _Calls:
     each = heads // kv_heads
-    warps, splits = warps_that_fit(dim, each, tuning.warps), min(tuning.splits, MOST_SPLITS)
+    warps = warps_that_fit(dim, each, tuning.warps, MOST_SHARED[language])
+    # Splits without tokens are right, and as many as these keep the merge's inputs from being small.
+    splits = min(max(tuning.splits, LEAST_ELEMENTS[language]), MOST_SPLITS)
     resident = tuning.resident if warps == tuning.warps else 0
     template = [
         ("D", dim), ("BITS", bits), ("GS", group_size), ("G", each), ("HK", kv_heads), ("W", warps), ("MASKED", masked), ("T", queries), ("S", scales)
@@ -107,7 +124,7 @@ def _calls(rows: int, heads: int, kv_heads: int, dim: int, bits: int, group_size
         "template": [("D", dim), ("T", queries)], "grid": (rows * heads * dim * 4, 1, 1), "threadgroup": (dim * 4, 1, 1),
         "output_shapes": [(rows, heads, 1, dim)], "output_dtypes": [queries],
     }  # fmt: skip
-    return _Calls(_parts(warps, resident), parts, _merge(), merge)
+    return _Calls(_parts(language, warps, resident), parts, _merge(language), merge)
 
 
 def decode(
@@ -117,9 +134,10 @@ def decode(
     rows, heads, _, dim = queries.shape
     kv_heads, slots = keys[0].shape[1:3]
     each = heads // kv_heads
-    tuning = tuning or choose(slots, rows * kv_heads * -(-each // 8), bits, dim, each)
+    language = dialect()
+    tuning = tuning or choose(slots, rows * kv_heads * -(-each // 8), bits, dim, each, language)
     masked = isinstance(mask, mx.array)
-    calls = _calls(rows, heads, kv_heads, dim, bits, group_size, masked, queries.dtype, keys[1].dtype, tuning)
+    calls = _calls(language, rows, heads, kv_heads, dim, bits, group_size, masked, queries.dtype, keys[1].dtype, tuning)
     hidden = _per_token(mask, rows, slots) if masked else _constant(None)
     found = calls.parts(inputs=[queries, *keys, *values, hidden, _constant(scale)], **calls.parts_options)
     return calls.merge(inputs=found, **calls.merge_options)[0]

@@ -8,6 +8,10 @@ times codes of values, the weights being probability times scale. Codes are exac
 halves; queries and weights are two halves each, rows 0..7 and 8..15 of the left operand,
 so 22 bits of them count. Which dimension or token goes to which row of a fragment is
 ours to choose, so each lane loads contiguous codes and never exchanges any.
+
+Dialects are CUDA, Metal, and the tests' plain C++. Metal's 8 x 8 matrices have PTX's
+fragments for the left operand and the sum, once lanes are counted in another order; the
+right one is transposed by shuffles.
 """
 
 from __future__ import annotations
@@ -26,21 +30,27 @@ def text(name: str) -> str:
 
 
 @cache
-def cuda_header() -> str:
-    """What goes before a kernel for `mx.fast.cuda_kernel`."""
-    return f"{text('cuda.inc')}{text('common.inc')}}}  // namespace decode_attention\nusing namespace decode_attention;\n"
+def header(dialect: str) -> str:
+    """What goes before a kernel: for `mx.fast.cuda_kernel` that of "cuda", for `mx.fast.metal_kernel` that of "metal"."""
+    return f"{text(f'{dialect}.inc')}{text('common.inc')}}}  // namespace decode_attention\nusing namespace decode_attention;\n"
+
+
+@cache
+def body(dialect: str, name: str) -> str:
+    """A kernel's body in a dialect."""
+    return text("metal.body") + text(name) if dialect == "metal" else text(name)
 
 
 @cache
 def bounded(warps: int, resident: int) -> str:
-    """The header with a bound on registers. mlx writes the kernel's signature itself, so the bound goes in by the keyword before it."""
+    """CUDA's header with a bound on registers. mlx writes the kernel's signature itself, so the bound goes in by the keyword before it."""
     if not resident:
-        return cuda_header()
-    return f"{cuda_header()}#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({32 * warps}, {resident})\n"
+        return header("cuda")
+    return f"{header('cuda')}#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({32 * warps}, {resident})\n"
 
 
 @cache
-def digest() -> str:
+def digest(dialect: str) -> str:
     """Of all the text. It is in the kernels' names: mlx keeps compiled kernels on disk by name alone."""
-    names = ("cuda.inc", "common.inc", "decode.body", "merge.body")
-    return hashlib.sha256("".join(text(name) for name in names).encode()).hexdigest()[:12]
+    parts = (header(dialect), body(dialect, "decode.body"), body(dialect, "merge.body"))
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]

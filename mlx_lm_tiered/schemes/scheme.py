@@ -114,6 +114,7 @@ class Scheme:
             "conversions": self.conversions,
             "kernels": self._kernels.state,
             "kernels_failed": self._kernels.failed,
+            "kernels_slower": self._kernels.slower,
             "predicted_bytes": predicted.total(),
             "actual_bytes": actual.total(),
             "layers": {kind: {"predicted_bytes": predicted[kind], "actual_bytes": actual[kind]} for kind in predicted},

@@ -35,7 +35,7 @@ class Shape:
 
 def text(shapes: list[Shape]) -> str:
     """One translation unit with `parts_N` and `merge_N` for each shape."""
-    out = [(Path(__file__).parent / "plain.inc").read_text(), source.text("common.inc"), "}\nusing namespace decode_attention;\n"]
+    out = ['#include "plain.inc"\n', source.text("common.inc"), "}\nusing namespace decode_attention;\n"]
     out.append("static struct { const void* in[9]; const long* strides[9]; const int* kp_shape; float* parts[3]; void* out; } args;\n")
     for number, s in enumerate(shapes):
         types = f"using T = {TYPES[s.queries]}; using S = {TYPES[s.scales]}; constexpr int D = {s.dim};\n"
@@ -50,17 +50,14 @@ def text(shapes: list[Shape]) -> str:
         out.append(f"{source.text('decode.body')}}}\nstatic void merge_body_{number}() {{\n{types}T* out = (T*)args.out;\n")
         out.append("const int po_shape[] = {0, args.kp_shape[0]}; const float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
         out.append(f"{source.text('merge.body')}}}\n")
-    out.append('extern "C" void run(int which, int merge, const void** in, const long** strides, const int* kp_shape, float** parts, void* out,')
+    out.append('extern "C" bool run(int which, int merge, const void** in, const long** strides, const int* kp_shape, float** parts, void* out,')
     out.append(" const int* grid, int threads) {\nstatic void (*bodies[])() = {")
     out += [f"parts_body_{number}, merge_body_{number}, " for number in range(len(shapes))]
     out.append("""};
 for (int i = 0; i < 9; ++i) { args.in[i] = in[i]; args.strides[i] = strides[i]; }
 for (int i = 0; i < 3; ++i) args.parts[i] = parts[i];
-args.kp_shape = kp_shape; args.out = out; fibers::blocks = grid[0];
-for (int z = 0; z < grid[2]; ++z) for (int y = 0; y < grid[1]; ++y) for (int x = 0; x < grid[0]; ++x) {
-  fibers::block[0] = x; fibers::block[1] = y; fibers::block[2] = z;
-  fibers::run_block(bodies[2 * which + merge], threads);
-}
+args.kp_shape = kp_shape; args.out = out;
+return fibers::run_grid(bodies[2 * which + merge], grid, threads);
 }
 """)
     return "".join(out)
@@ -72,10 +69,11 @@ class Library:
     def __init__(self, shapes: list[Shape], directory: Path):
         self._numbers = {shape: number for number, shape in enumerate(shapes)}
         (directory / "plain.cpp").write_text(text(shapes))
-        command = ["c++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", "plain.cpp", "-o", "plain.so"]
+        command = ["c++", "-std=c++17", "-O0", "-fno-strict-aliasing", f"-I{Path(__file__).parent}", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "plain.cpp", "-o", "plain.so"]
         done = subprocess.run(command, check=False, cwd=directory, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         self._run = ctypes.CDLL(str(directory / "plain.so")).run
+        self._run.restype = ctypes.c_bool
 
     def decode(self, shape: Shape, q: mx.array, keys: Any, values: Any, slots: int, scale: float, mask: np.ndarray | None, splits: int) -> np.ndarray:
         """As `kernels.decode.decode`, over whole buffers of which `slots` are held; in fp32."""
@@ -88,7 +86,7 @@ class Library:
 
         def call(merge: int, first: int, second: int, grid: tuple[int, int, int], threads: int) -> None:
             dims = (ctypes.c_int * 3)(first, 0, second)
-            self._run(
+            assert self._run(
                 self._numbers[shape], merge, (ctypes.c_void_p * 9)(*(a.ctypes.data for a in arrays)),
                 (ctypes.POINTER(ctypes.c_long) * 9)(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_long)) for s in strides)), dims,
                 (ctypes.c_void_p * 3)(*(p.ctypes.data for p in parts)), ctypes.c_void_p(out.ctypes.data), (ctypes.c_int * 3)(*grid), threads,

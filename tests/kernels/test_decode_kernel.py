@@ -1,11 +1,13 @@
-"""The decode kernel in its plain C++ dialect against attention over dequantized keys and values in fp64."""
+"""The decode kernel in the dialects that run here, plain C++ and imitated Metal, against attention over dequantized keys and values in fp64."""
 
 from __future__ import annotations
 
+import metal
 import mlx.core as mx
 import numpy as np
+import plain
 import pytest
-from plain import Library, Shape
+from plain import Shape
 
 WIDTHS = [Shape(bits, 64, 128) for bits in (2, 3, 4, 5, 6, 8)]
 GROUPS = [Shape(bits, 32, 96, each=2) for bits in (3, 4, 5)] + [Shape(bits, 128, 128, each=8, warps=1) for bits in (2, 6, 8)]
@@ -14,9 +16,12 @@ MASKED = [Shape(4, 64, 128, masked=True)]
 HALVES = [Shape(8, 64, 128, queries=mx.bfloat16, scales=mx.bfloat16), Shape(4, 64, 64, queries=mx.float16, scales=mx.float16)]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return Library([*WIDTHS, *GROUPS, *FORMS, *MASKED, *HALVES], tmp_path_factory.mktemp("plain"))
+Library = plain.Library | metal.Library
+
+
+@pytest.fixture(scope="module", params=[plain, metal], ids=["plain", "metal"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return request.param.Library([*WIDTHS, *GROUPS, *FORMS, *MASKED, *HALVES], tmp_path_factory.mktemp("dialect"))
 
 
 def made(shape: Shape, rows: int, capacity: int, seed: int = 0) -> tuple:

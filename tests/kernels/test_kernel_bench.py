@@ -16,7 +16,7 @@ needs_no_cuda = pytest.mark.skipif(choice.available(), reason="it would run for 
 @needs_no_cuda
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels"]) == 2
-    assert "need a GPU that mlx reaches by CUDA" in capsys.readouterr().err
+    assert "need a GPU" in capsys.readouterr().err
 
 
 def test_a_part_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import mlx.core as mx
@@ -84,6 +85,43 @@ def test_a_kernel_that_passes_serves_what_it_supports(device: None, monkeypatch:
     assert served == [8, 8, 8] and kernels.failed == 0
 
 
+@pytest.mark.parametrize("pays", [True, False])
+def test_on_metal_it_serves_where_it_is_not_slower(device: None, monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
+    monkeypatch.setattr(choice, "dialect", lambda: "metal")
+    monkeypatch.setattr(check, "decode", plainly)
+    asked, served = [], []
+    monkeypatch.setattr(choice, "decode", lambda *arguments: (served.append(arguments[5]), plainly(*arguments))[1])
+    monkeypatch.setattr(choice, "faster", lambda form: (asked.append(form.bits), pays)[1])
+    statistics = Statistics()
+    kernels = faults(statistics)
+    attend = attention.build(UPSTREAM, kernels)
+    for bits in (8, 8, 4):
+        assert mx.abs(attend(**step(bits)) - UPSTREAM(**step(bits))).max().item() < 1e-5
+    assert asked == [8, 4] and served == ([8, 8, 4] if pays else []) and kernels.slower == (0 if pays else 2) and kernels.failed == 0 and statistics.report()["faults"] == {}
+
+
+def test_what_is_timed_is_attention_and_the_slower_one_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TIMED_TOKENS": 64, "CALLS": 1, "REPEATS": 3}.items():
+        monkeypatch.setattr(check, name, value)
+    one = step()
+    arguments = (one["queries"], one["q_keys"], one["q_values"], SCALE)
+    assert mx.abs(check.stock(*arguments, 8, 32) - check.reference(*arguments, None, 8, 32)).max().item() < 1e-5
+    form = check.Format(8, 32, 64, 2, mx.float32, mx.float32)
+    monkeypatch.setattr(check, "decode", lambda q, *rest: q)
+    assert check.faster(form)
+    monkeypatch.setattr(check, "decode", lambda q, *rest: (time.sleep(0.1), q)[1])
+    assert not check.faster(form)
+
+
+def test_a_small_cache_is_not_the_metal_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx would pass it in another address space. A mask with a cache of more elements may still be too small."""
+    monkeypatch.setattr(decode, "dialect", lambda: "metal")
+    for slots, dim, masked, supported in ((7, 64, False, False), (8, 64, False, True), (7, 128, False, True), (7, 128, True, False), (8, 128, True, True)):
+        side = mx.quantize(mx.zeros((1, 1, slots, dim)), group_size=64, bits=8)
+        mask = mx.ones((slots,), mx.bool_) if masked else None
+        assert decode.supports(mx.zeros((1, 1, 1, dim)), side, side, 8, 64, mask, None) == supported
+
+
 def test_what_is_not_supported() -> None:
     one = step()
     asked = (one["queries"], one["q_keys"], one["q_values"], 8, 32)
@@ -113,3 +151,8 @@ def test_splits_fill_the_device_but_no_warp_is_idle(tokens: int, units: int, bit
     assert found.splits == splits and (found.splits - 1) * found.warps * tuning.TOKENS < tokens
     assert tuning.choose(tokens, units, bits, 256, 4).resident == 0 == tuning.choose(tokens, units, bits, 128, 8).resident
     assert found.splits <= decode.MOST_SPLITS
+
+
+def test_splits_on_metal() -> None:
+    assert [tuning.choose(tokens, 8, 4, 128, 4, "metal").splits for tokens in (1, 600, 2048, 65536)] == [1, 10, 32, 32]
+    assert tuning.choose(65536, 900, 4, 128, 4, "metal") == tuning.Tuning(4, 1, 0)
