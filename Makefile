@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11 or newer and make, nothing else.
+# `make demo` and `make test` need Python 3.11 or newer and make; the tests also a C++ compiler (c++).
 # Everything is installed into .venv; nothing outside this directory is changed,
 # but for the demo's model, which goes to the user's cache directory.
 

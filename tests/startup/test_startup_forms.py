@@ -10,6 +10,8 @@ import pytest
 import witness
 from support.server import Server
 
+from mlx_lm_tiered.kernels import source
+
 FORMS = ("script", "subcommand", "package", "module")
 DEPRECATED = "Calling `python -m mlx_lm.{}...` directly is deprecated."
 
@@ -27,6 +29,12 @@ def test_other_commands_have_the_groups(from_wheel, form, command):
     done = from_wheel.run([*from_wheel.form(form, command), "--plugin=witness", "--help"])
     assert "plugin witness:" in done.stdout
     assert (DEPRECATED.format(command) in done.stdout) == (form == "module")
+
+
+def test_the_wheel_has_the_kernels_text(from_wheel):
+    names = "*map(source.digest, ('cuda', 'metal'))"
+    done = from_wheel.run([from_wheel.python, "-c", f"from mlx_lm_tiered.kernels import source; print({names})"])
+    assert done.stdout.split() == [source.digest("cuda"), source.digest("metal")]
 
 
 @pytest.mark.parametrize(
