@@ -222,13 +222,18 @@ SEEDS = {
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """The family's model, the same in every process, and its configuration as in ``config.json``."""
     config = json.loads(json.dumps(CONFIGS[name])) | {"eos_token_id": END_TOKENS}
+    return build_config(config, SEEDS[name]), config
+
+
+def build_config(config: dict[str, Any], seed: int) -> nn.Module:
+    """A model of random weights, the same in every process."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    mx.random.seed(SEEDS[name])
+    mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
     _spread(model)
     mx.eval(model.parameters())
     model.eval()
-    return model, config
+    return model
 
 
 def _spread(model: nn.Module) -> None:

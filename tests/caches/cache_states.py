@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -288,23 +287,3 @@ STATES: dict[str, Callable[[], Any]] = {
 def _front_trimmed(cache: ChunkedKVCache) -> ChunkedKVCache:
     cache.maybe_trim_front()
     return cache
-
-
-def through_bytes(caches: list[Any], *, room: int = 0) -> list[Any]:
-    """Dump, write as bytes and JSON, read again, load; with `room` more slots where that is allowed."""
-    descriptors, tensors = kinds.dump(caches)
-    arrays = {name: _from_bytes(t, room) for name, t in tensors.items()}
-    return kinds.load(json.loads(json.dumps(descriptors)), arrays)
-
-
-def _from_bytes(tensor: kinds.Tensor, room: int) -> mx.array:
-    array = tensor.array
-    bf16 = array.dtype == mx.bfloat16
-    raw = np.array(array.view(mx.uint16) if bf16 else array)
-    raw = np.frombuffer(raw.tobytes(), raw.dtype).reshape(array.shape)
-    if tensor.grow_axis is not None and room:
-        pad = [(0, 0)] * raw.ndim
-        pad[tensor.grow_axis] = (0, room)
-        raw = np.pad(raw, pad)
-    back = mx.array(raw)
-    return back.view(mx.bfloat16) if bf16 else back

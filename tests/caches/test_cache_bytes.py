@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from cache_states import STATES, advance, bits, fill, through_bytes
+from cache_states import STATES, advance, bits, fill
 from mlx_lm.models.cache import BatchKVCache, ChunkedKVCache, ConcatenateKVCache, KVCache, QuantizedKVCache
 
 from mlx_lm_tiered import caches as kinds
+from support.cache_bytes import through_bytes
 
 STEPS = {"step": (1, 1, 1), "chunk": (5, 1), "long": (20, 1, 1), "many": (1, 2, 1, 9, 1, 1)}
 # Upstream refuses single steps before the padding is settled.

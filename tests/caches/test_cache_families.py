@@ -7,12 +7,13 @@ import functools
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache_states import bits, through_bytes
+from cache_states import bits
 from families import FAMILIES, VOCABULARY, build, write_model_dir
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 
 from mlx_lm_tiered import caches as kinds
+from support.cache_bytes import through_bytes
 
 PROMPT = np.random.default_rng(7).integers(3, VOCABULARY, 120).tolist()
 # Not at the end of a window, chunk or compressed group.
