@@ -6,6 +6,10 @@ over the turns of mlx-lm's time for a uniform scheme's format, from the first to
 its own QuantizedKVCache, to the scheme's; above 1 the scheme is faster.
 ``decode_ratio_to_bf16`` is the same against unquantized caches. The logits are
 teacher-forced: the last half of a text, given its first half.
+
+``logit_difference_to_upstream`` is the largest difference from the logits that mlx-lm's
+own quantized caches give, in steps of 8 tokens, where its attention is taken;
+``tiled_logit_difference`` that of a longer chunk behind them, which is computed in tiles.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from mlx_lm_tiered.schemes.spec import Spec, parse
 
 CHUNK = 2048
 WARM_UP = 4
+PIECE = 64
 
 
 def run(model_path: Path, schemes: list[str], tokens: int = 4096, decode_tokens: int = 16, repeats: int = 5, text_tokens: int = 512) -> dict[str, Any]:
@@ -65,6 +70,7 @@ def run(model_path: Path, schemes: list[str], tokens: int = 4096, decode_tokens:
         row["decode_tokens_s"] = decode_tokens / median(mine)
         row["decode_ratio_to_bf16"] = _ratio(times[id(plain)], mine)
         row["decode_ratio_to_upstream"] = _ratio(times[id(theirs[spec])], mine) if spec in theirs else None
+        row.update(_differences(model, spec, text[: 2 * PIECE]) if spec in theirs else {})
     return {"bench": "schemes", "model": model_path.name, "tokens": tokens, "decode_tokens": decode_tokens, "repeats": repeats, "rows": rows}
 
 
@@ -165,6 +171,20 @@ def _compare(full: mx.array, other: mx.array) -> dict[str, float]:
     """Mean Kullback-Leibler divergence in nats, and how often the best token is the same."""
     kl = (mx.exp(full) * (full - other)).sum(axis=-1).mean()
     return {"kl": kl.item(), "top1": (mx.argmax(full, axis=-1) == mx.argmax(other, axis=-1)).mean().item()}
+
+
+def _differences(model: Any, spec: Spec, tokens: list[int]) -> dict[str, float]:
+    """Of logits from mlx-lm's own over the same text: a first half in steps of 8 tokens, and a second in one chunk."""
+    half = len(tokens) // 2
+    parts = [mx.array([tokens[at : min(at + 8, half)]]) for at in range(0, half, 8)] + [mx.array([tokens[half:]])]
+    seen = []
+    for runner in (Upstream(model, spec), Runner(model, spec)):
+        with scheme(runner.spec):
+            caches = runner.begin()
+            seen.append([model(part, cache=caches) for part in parts])
+            mx.eval(seen[-1])
+    *steps, tiles = [mx.abs(a - b).max().item() for a, b in zip(*seen, strict=True)]
+    return {"logit_difference_to_upstream": max(steps), "tiled_logit_difference": tiles}
 
 
 def _ratio(other: list[float], mine: list[float]) -> float:

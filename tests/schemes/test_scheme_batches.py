@@ -50,27 +50,6 @@ def test_every_layer_its_own_scheme(tmp_path):
             assert row == batch(model, [(0, tokens, count)])[0] == alone(model, tokens, count)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_logits_are_those_of_upstreams_own_quantized_caches(bits):
-    from mlx_lm.models import cache
-
-    model = loaded(TINY["llama"])
-    tokens = mx.array([prompt(90)])
-    # Up to 8 tokens at once; longer chunks are computed in tiles, which round differently.
-    parts = [tokens[:, i : i + 7] for i in range(0, 70, 7)] + [tokens[:, i : i + 1] for i in range(70, 90)]
-    theirs = [cache.QuantizedKVCache(group_size=32, bits=bits) for _ in model.layers]
-    expected = [model(part, cache=theirs) for part in parts]
-    whole = [cache.QuantizedKVCache(group_size=32, bits=bits) for _ in model.layers]
-    at_once = model(tokens, cache=whole)
-    with scheme(f"affine:{bits}:32"):
-        ours = cache.make_prompt_cache(model)
-        assert {type(c) for c in ours} == {QuantizedKVCache}
-        seen = [model(part, cache=ours) for part in parts]
-        tiled = model(tokens, cache=cache.make_prompt_cache(model))
-    assert all(mx.array_equal(a, b) for a, b in zip(expected, seen, strict=True))
-    assert mx.abs(tiled - at_once).max() < 1e-3
-
-
 def test_the_start_is_exact_whatever_the_chunks():
     """Logits and caches are a function of the tokens: what was computed before token 60 saw full precision, all later ones quantized KV."""
     with scheme("affine:4:32@60"):

@@ -14,3 +14,5 @@ def test_its_rows_tell_schemes_apart():
     assert full["bytes_per_token"] > eight["bytes_per_token"] > three["bytes_per_token"]
     assert eight["decode_ratio_to_upstream"] > 0 and three["decode_ratio_to_upstream"] is None
     assert all(row["prefill_peak_bytes"] > 0 and row["decode_peak_bytes"] > 0 for row in result["rows"])
+    assert eight["logit_difference_to_upstream"] == 0 and eight["tiled_logit_difference"] < 1
+    assert "logit_difference_to_upstream" not in three, "whose width and start mlx-lm does not have"
