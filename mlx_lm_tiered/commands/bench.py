@@ -52,6 +52,11 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     schemes.add_argument("--decode-tokens", type=positive, default=16, metavar="N", help="tokens decoded in each measurement (default: 16)")
     schemes.add_argument("--repeats", type=positive, default=5, metavar="R", help="rounds, each with every scheme (default: 5)")
     schemes.set_defaults(run=run_bench_schemes)
+    peak = benches.add_parser("peak", help="peak memory of a long prefill under KV schemes, against that in full precision")
+    peak.add_argument("--tokens", type=positive, default=32768, metavar="N", help="tokens of the prompt (default: 32768)")
+    peak.add_argument("--schemes", metavar="LIST", help="schemes, by commas (default: affine:8, affine:4, and affine:4 from the middle on)")
+    peak.add_argument("--heads", type=positive, default=4, metavar="N", help="query heads of 64, two to a KV head (default: 4)")
+    peak.set_defaults(run=run_bench_peak)
     concurrent = benches.add_parser("concurrent", help="requests at once under a KV scheme, against one after another under mlx-lm's --kv-bits")
     concurrent.add_argument("--scheme", default="affine:4", metavar="SCHEME", help="affine:BITS[:GROUP][@START] (default: affine:4)")
     concurrent.add_argument("--requests", type=positive, default=4, metavar="N", help="requests at once (default: 4)")
@@ -79,7 +84,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     kernels.add_argument("parts", nargs="*", metavar="PART", help="of self-test, steps, sweep, model (default: all but sweep)")
     kernels.add_argument("--sweep", action="store_true", help="also measure every way to cut up the work")
     kernels.set_defaults(run=run_bench_kernels)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, concurrent, guard, restoring, start_up, kernels):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, concurrent, guard, restoring, start_up, kernels, peak):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -170,17 +175,39 @@ def run_bench_schemes(args: argparse.Namespace) -> int:
     from .. import openblas
 
     openblas.load()
-    from ..bench import report, schemes
+    from ..bench import schemes
 
     path = Path(model(args.model))
+    return _run_rows(args, lambda: schemes.run(path, args.schemes.split(","), args.tokens, args.decode_tokens, args.repeats))
+
+
+def run_bench_peak(args: argparse.Namespace) -> int:
+    from .. import openblas
+
+    openblas.load()
+    from ..bench import peak
+
+    return _run_rows(
+        args,
+        lambda: peak.run(args.tokens, args.schemes and args.schemes.split(","), heads=args.heads),
+        lambda result: ["a scheme's peak is above that of full precision"] if result["peak_ratio_max"] > 1 else [],
+    )
+
+
+def _run_rows(
+    args: argparse.Namespace, measure: Callable[[], dict[str, Any]], faults: Callable[[dict[str, Any]], list[str]] = lambda result: []
+) -> int:
+    """A measurement with a table; 2 for a scheme that cannot be."""
+    from ..bench import report
+
     result: dict[str, Any] = {}
 
-    def measure() -> dict[str, Any]:
-        result.update(schemes.run(path, args.schemes.split(","), args.tokens, args.decode_tokens, args.repeats))
+    def measured() -> dict[str, Any]:
+        result.update(measure())
         return result
 
     try:
-        code = run_measurement(args, measure)
+        code = run_measurement(args, measured, faults)
     except ValueError as error:
         return say(str(error), 2)
     if result:

@@ -1,8 +1,15 @@
-"""``mlx_lm.tiered bench schemes`` with small numbers."""
+"""``mlx_lm.tiered bench schemes`` and ``bench peak`` with small numbers."""
 
 from __future__ import annotations
 
-from mlx_lm_tiered.bench import schemes
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_lm_tiered.bench import peak, schemes
+from mlx_lm_tiered.schemes import attention
+from mlx_lm_tiered.schemes.convert import convert
+from mlx_lm_tiered.schemes.spec import Affine
 from support.models import TINY
 
 
@@ -16,3 +23,32 @@ def test_its_rows_tell_schemes_apart():
     assert all(row["prefill_peak_bytes"] > 0 and row["decode_peak_bytes"] > 0 for row in result["rows"])
     assert eight["logit_difference_to_upstream"] == 0 and eight["tiled_logit_difference"] < 1
     assert "logit_difference_to_upstream" not in three, "whose width and start mlx-lm does not have"
+
+
+def test_a_prefill_under_a_scheme_never_holds_the_scores_of_a_chunk(monkeypatch):
+    monkeypatch.setattr(attention, "TILE", 1 << 21)
+    result = peak.run(4096, ["affine:4", "affine:8@2048"], heads=2)
+    full, four, later = result["rows"]
+    assert full["kv_bytes"] > 3 * later["kv_bytes"] > 3 * four["kv_bytes"]
+    assert four["prefill_peak_bytes"] - four["kv_bytes"] < result["all_scores_of_a_chunk_bytes"] / 2
+    # The first chunk is computed over full precision.
+    assert four["peak_ratio"] < later["peak_ratio"] == result["peak_ratio_max"] < 0.75
+
+
+def test_a_start_that_is_not_reached_measures_nothing():
+    with pytest.raises(ValueError, match="quantized nothing"):
+        peak.run(64, ["affine:4@100"])
+
+
+def test_conversion_takes_one_layer_at_a_time():
+    caches = [KVCache() for _ in range(8)]
+    for number, cache in enumerate(caches):
+        mx.eval(cache.update_and_fetch(*mx.random.normal((2, 1, 4, 4096, 64), key=mx.random.key(number))))
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    plain = sum(cache.nbytes for cache in caches)
+    assert convert(caches, Affine(4, 64), 4096) == 8
+    one = caches[0].nbytes
+    assert mx.get_peak_memory() - before <= 1.1 * one
+    assert mx.get_active_memory() <= before - plain + 8 * one + (1 << 16)
