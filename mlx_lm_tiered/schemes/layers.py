@@ -10,7 +10,9 @@ counts those.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,19 +82,38 @@ def check(spec: Spec, path: Path) -> None:
     for index, affine in asked.items() if isinstance(asked, dict) else enumerate([asked] * caches):
         if not 0 <= index < caches:
             raise ValueError(f"layer {index} is out of range: {path.name} has KV for layers 0 to {caches - 1}")
-        for dim in _head_dims(config):
-            if affine is not None and dim % affine.group_size:
-                raise ValueError(f"layer {index}: heads of {dim} cannot be cut into groups of {affine.group_size}{_smaller(dim)}")
+        dim = None if affine is None else _head_dim(config, index)
+        if affine is not None and dim is not None and dim % affine.group_size:
+            raise ValueError(f"layer {index}: heads of {dim} cannot be cut into groups of {affine.group_size}{_smaller(dim)}")
 
 
-def _head_dims(config: Mapping[str, Any]) -> list[int]:
-    """The one head dimension of all layers; nothing where they differ or KV is compressed, which the first run shows."""
-    if any(config.get(name) for name in ("kv_lora_rank", "global_head_dim", "v_head_dim")):
-        return []
-    heads, hidden, dim = (config.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+def _head_dim(config: Mapping[str, Any], index: int) -> int | None:
+    """The head dimension of a layer; None where KV is compressed or the configuration does not tell, which the first run shows."""
+    if any(config.get(name) for name in ("kv_lora_rank", "v_head_dim", "swa_head_dim")):
+        return None
+    dim = config.get("head_dim") or _default_head_dim(config.get("model_type"))
+    if "global_head_dim" in config:  # Gemma 4: full attention has other heads than the windows
+        kinds = config.get("layer_types")
+        kind = kinds[index] if isinstance(kinds, list) and index < len(kinds) else None
+        dim = {"full_attention": config["global_head_dim"] or dim, "sliding_attention": dim}.get(kind)
+        return dim if type(dim) is int else None
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if type(dim) is int:
-        return [dim]
-    return [hidden // heads] if type(hidden) is int and type(heads) is int and heads > 0 else []
+        return dim
+    return hidden // heads if type(hidden) is int and type(heads) is int and heads > 0 else None
+
+
+def _default_head_dim(model_type: Any) -> int | None:
+    """What mlx-lm takes for a model whose configuration has no `head_dim` (Gemma 3's often has none), from its source: what it imports now could not be hooked any more."""
+    package = importlib.util.find_spec("mlx_lm")
+    if package is None or package.origin is None or not isinstance(model_type, str) or not re.fullmatch(r"\w+", model_type):
+        return None
+    try:
+        text = (Path(package.origin).parent / "models" / f"{model_type}.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^    head_dim: \S+ = (\d+)$", text, re.MULTILINE)
+    return None if found is None else int(found[1])
 
 
 def _smaller(dim: int) -> str:

@@ -121,3 +121,30 @@ def test_layers_that_read_others_have_no_scheme_of_their_own(tmp_path):
     (tmp_path / "kv_config.json").write_text(json.dumps([{**GOOD, "layer_idx": caches}]))
     with pytest.raises(UsageError, match=f"layer {caches} is out of range: .* has KV for layers 0 to {caches - 1}"):
         choose(parse("config"), started(model=str(tmp_path)))
+
+
+def written(folder, **config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return started(model=str(folder))
+
+
+def test_heads_that_a_configuration_leaves_to_mlx_lm_are_its_own(tmp_path):
+    """Gemma 3 12B: 3840 / 16 is no whole group, but its heads are of 256."""
+    text = {"model_type": "gemma3_text", "hidden_size": 3840, "num_attention_heads": 16, "num_hidden_layers": 48}
+    assert choose(parse("affine:4:128"), written(tmp_path, model_type="gemma3", text_config=text)) == parse("affine:4:128")
+    with pytest.raises(UsageError, match="layer 0: heads of 240 cannot be cut into groups of 64"):
+        choose(parse("affine:4"), written(tmp_path, **text | {"model_type": "llama"}))
+    with pytest.raises(UsageError, match="layer 0: heads of 240 cannot be cut"):
+        choose(parse("affine:4"), written(tmp_path, **text | {"model_type": "../llama"}))
+
+
+def test_layers_with_other_heads_are_named(tmp_path):
+    """Gemma 4: windows have heads of 32 here, full attention of 64."""
+    config = json.loads((TINY["gemma4_text"] / "config.json").read_text())
+    assert config["layer_types"][1] == "full_attention" and choose(parse("affine:4:32"), written(tmp_path, **config))
+    with pytest.raises(UsageError, match="layer 0: heads of 32 cannot be cut into groups of 64"):
+        choose(parse("affine:4:64"), written(tmp_path, **config))
+    with pytest.raises(UsageError, match="layer 1: heads of 64 cannot be cut into groups of 128"):
+        choose(parse("affine:4:128"), written(tmp_path, **config | {"head_dim": 128}))
+    untold = {name: value for name, value in config.items() if name != "layer_types"}
+    assert choose(parse("affine:4:64"), written(tmp_path, **untold)), "the first run will show"
