@@ -9,7 +9,8 @@ teacher-forced: the last half of a text, given its first half.
 
 ``logit_difference_to_upstream`` is the largest difference from the logits that mlx-lm's
 own quantized caches give, in steps of 8 tokens, where its attention is taken;
-``tiled_logit_difference`` that of a longer chunk behind them, which is computed in tiles.
+``tiled_logit_difference`` that of a longer chunk behind them, which is computed in tiles:
+what rounds differently there may be quantized to the next step in the layers above.
 """
 
 from __future__ import annotations
