@@ -7,6 +7,11 @@ asked, then a third request with a long stored prefix is sent. The pair compares
 first report of its progress, when it has been restored and has joined the batch.
 The result is the median over the pairs' ratios.
 
+The streams' tokens take longer the more of them there are, with and without a restore.
+So the times are also compared with those before and after it together (`p99_ratio_around`,
+`p50_ratio_around`), and how long the third request's prompt takes to tokenize is
+measured: the server does it between two tokens, with and without the plugin.
+
 Joining itself, a long row merged into the batch that decodes, is upstream's and
 comes after that. What it costs is measured too, and once more for the same request
 asked again, whose prefix then is in memory.
@@ -43,7 +48,7 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
     """Measure it; `window` is the time without, in seconds. Times between tokens are milliseconds. Raises ServerFailed, RequestFailed."""
     bias = endless(model)
     text = long_document(model, prefix_tokens)
-    disk, ram, background = [], [], 0
+    disk, ram, around, background = [], [], [], 0
     with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-") as scratch:
         directory, log = Path(scratch) / "cold", Path(scratch) / "server.log"
         options = tiered_flags(directory, "--ssd-restore", "always")  # also where computing would be faster
@@ -55,9 +60,12 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
             dropped = drop_page_cache(directory)
             with started(model, log, options) as server, _streams(server, bias) as streams:
                 with Progress(f"pair {number + 1} of {pairs}"):
-                    disk.append(_pair(server, streams, text, window, bias))
+                    measured, before, during = _pair(server, streams, text, window, bias)
+                    disk.append(measured)
                     background += server.stats()["ssd"]["restores_in_background"]
-                    ram.append(_pair(server, streams, text, window, bias))
+                    measured, after, _ = _pair(server, streams, text, window, bias)
+                    ram.append(measured)
+                    around.append([_percentile(during, part) / _percentile(before + after, part) for part in (99, 50)])
     ratios = [pair["p99_during"] / pair["p99_before"] for pair in disk]
     return {
         "bench": "stall",
@@ -66,12 +74,17 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
         "p99_ratio_min": min(ratios),
         "p99_ratio_max": max(ratios),
         "p50_ratio": median(pair["p50_during"] / pair["p50_before"] for pair in disk),
+        "p99_ratio_around": median(p99 for p99, _ in around),
+        "p50_ratio_around": median(p50 for _, p50 in around),
+        "tokenize_ms": 1000 * _tokenizing(model, text),
         "p99_before_ms": median(pair["p99_before"] for pair in disk),
         "p99_during_ms": median(pair["p99_during"] for pair in disk),
         "restore_s": median(pair["seconds"] for pair in disk),
         "intervals": median(pair["intervals"] for pair in disk),
         "join_longest_ms": median(pair["join_longest"] for pair in disk),
         "ram_join_longest_ms": median(pair["join_longest"] for pair in ram),
+        "ram_longest_ms": median(pair["longest"] for pair in ram),
+        "longest_ms": median(pair["longest"] for pair in disk),
         "ram_wait_s": median(pair["seconds"] for pair in ram),
         "prefix_tokens": min(pair["prompt_tokens"] for pair in disk),
         "cached_tokens": min(pair["cached_tokens"] for pair in disk),
@@ -85,7 +98,10 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
     }
 
 
-def _pair(server: Server, streams: list[_Stream], text: str, window: float, bias: dict[str, float]) -> dict[str, Any]:
+def _pair(
+    server: Server, streams: list[_Stream], text: str, window: float, bias: dict[str, float]
+) -> tuple[dict[str, Any], list[float], list[float]]:
+    """What is told of it, and the times between tokens before and during."""
     time.sleep(1.0)  # what the pair before left behind
     began = time.monotonic()
     time.sleep(window)
@@ -98,10 +114,25 @@ def _pair(server: Server, streams: list[_Stream], text: str, window: float, bias
     after = [gap for stream in streams for gap in stream.gaps(joined, ended)]
     if len(before) < FEWEST or not during:
         raise RequestFailed(f"only {len(before)} and {len(during)} times between tokens were seen; use a longer prefix or a faster model")
-    return third | {
+    told = third | {
         "p99_before": _percentile(before, 99), "p99_during": _percentile(during, 99), "p50_before": _percentile(before, 50),
         "p50_during": _percentile(during, 50), "join_longest": max(after, default=0.0), "seconds": joined - sent, "intervals": len(during),
+        "longest": max(during),
     }  # fmt: skip
+    return told, before, during
+
+
+def _tokenizing(model: Path, text: str) -> float:
+    """Seconds of a processor that the text takes to become tokens, at best."""
+    from mlx_lm.utils import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    taken = []
+    for _ in range(5):
+        started = time.process_time()
+        tokenizer.encode(text)
+        taken.append(time.process_time() - started)
+    return min(taken)
 
 
 def _third(server: Server, text: str, bias: dict[str, float]) -> dict[str, Any]:

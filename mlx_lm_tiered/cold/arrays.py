@@ -21,6 +21,8 @@ from .fresh import fresh
 from .meta import DTYPES, TensorSpec
 
 STEP = 256  # tokens by which upstream's caches grow (`KVCache.step`)
+# Of a restore beside decoding: a tenth of a millisecond of a core, where a token takes a few.
+PIECE_BESIDE = 512 << 10
 MAX_RUNS = 512  # of one vectored read; systems allow 1024
 # Room for growth in one entry. Real entries stay far below; a hostile header could ask for a thousandfold of its file.
 MAX_ROOM = 4 << 30
@@ -70,6 +72,7 @@ class Landing:
 
     def __init__(self, spec: TensorSpec, shape: tuple[int, ...], beside: bool = False):
         self._spec = spec
+        self._beside = beside
         self._array: mx.array | None = None
         dtype = MLX_DTYPES[spec.dtype]
         if shared_memory():
@@ -87,7 +90,7 @@ class Landing:
         return self._view
 
     def runs(self, start: int = 0, stop: int | None = None, beyond: int = 0) -> Iterator[list[memoryview]]:
-        """Where a file's bytes go, in order: lists of writable pieces of memory, each list about `PIECE` bytes.
+        """Where a file's bytes go, in order: lists of writable pieces of memory, each list about `PIECE` bytes, or `PIECE_BESIDE`.
 
         The file holds the tokens from `start` to `stop` along the grow axis, and
         `beyond` more, which go nowhere. The file that holds the last tokens (`stop` is
@@ -106,17 +109,18 @@ class Landing:
         inner = math.prod(shape[axis + 1 :]) * self._view.itemsize
         rows = self._view.reshape(math.prod(shape[:axis]), -1).view(np.uint8)
         first, last = start * inner, (lengths[axis] if stop is None else stop) * inner
-        scratch = np.empty(min(PIECE, beyond * inner), np.uint8)
+        most = PIECE_BESIDE if self._beside else PIECE
+        scratch = np.empty(min(most, beyond * inner), np.uint8)
         batch: list[memoryview] = []
         size = 0
         for row in rows:
-            pieces = [row[at : min(at + PIECE, last)] for at in range(first, last, PIECE)]
-            pieces += [scratch[: min(PIECE, beyond * inner - at)] for at in range(0, beyond * inner, PIECE)]
+            pieces = [row[at : min(at + most, last)] for at in range(first, last, most)]
+            pieces += [scratch[: min(most, beyond * inner - at)] for at in range(0, beyond * inner, most)]
             for piece in map(memoryview, pieces):
                 batch.append(piece)
                 size += len(piece)
                 # Pieces of the scratch may not be hashed after they were overwritten.
-                if size >= PIECE or len(batch) == MAX_RUNS or beyond:
+                if size >= most or len(batch) == MAX_RUNS or beyond:
                     yield batch
                     batch, size = [], 0
         if batch:

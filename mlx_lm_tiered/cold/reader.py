@@ -105,7 +105,10 @@ class Assembly:
         """What the entry needs from one file: the place and number of each tensor, and its tokens as for `Landing.runs`."""
         if not self._settled:
             self._settled = True
-            ask_for_huge_pages([landing.memory for landing in self._landings])
+            # Beside the generation thread all of it was filled when it was made, and to replace pages then
+            # takes milliseconds in which the system lets no thread of the process have new memory.
+            if not self._beside:
+                ask_for_huge_pages([landing.memory for landing in self._landings])
         meta = reader.header.meta
         if until == self._meta.length:
             parts = enumerate(zip(self._landings, meta.by_token, strict=True), 1)

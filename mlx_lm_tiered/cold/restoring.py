@@ -18,8 +18,11 @@ from .restore import Restore, Restored
 logger = logging.getLogger("mlx_lm_tiered")
 
 # While rows decode, the share of one core that reading and hashing may take. All of it goes
-# through the memory that decoding is bound by; the time that a disk takes is free.
+# through the memory that decoding is bound by; the time that a disk takes is free. Where there
+# are few cores mlx computes on all of them, and what a restore takes is taken from decoding.
 SHARE = 0.25
+SHARE_OF_EACH = 0.05
+LEAST = 0.001  # seconds: shorter pauses are saved up, as each is a turn of the interpreter that decoding needs
 # Files that restores hold open together, but for one with more of its own: connections need descriptors, too, and macOS gives a process 256.
 MAX_FILES = 96
 PAUSE = 0.05  # seconds, the longest: after it, look whether rows still decode
@@ -111,6 +114,8 @@ class Restorer:
         self._turns: deque[Ticket] = deque()
         self._held: dict[Ticket, int] = {}  # in flight -> bytes
         self._counts = {"started": 0, "cancelled": 0}
+        self._ratio = 1 / min(SHARE, SHARE_OF_EACH * _cores()) - 1
+        self._owed = 0.0  # seconds of pause, that are saved up
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -212,10 +217,12 @@ class Restorer:
             return False
         # mlx makes a buffer on a thread of its own.
         spent = time.perf_counter() - wall if size == 0 else time.thread_time() - cpu
-        pause = spent * (1 / SHARE - 1)
-        while pause > 0 and self._decoding() and not (ticket.cancelled or self._closing):
-            time.sleep(min(pause, PAUSE))
-            pause -= PAUSE
+        self._owed += spent * self._ratio
+        if self._owed >= LEAST:
+            pause, self._owed = self._owed, 0.0
+            while pause > 0 and self._decoding() and not (ticket.cancelled or self._closing):
+                time.sleep(min(pause, PAUSE))
+                pause -= PAUSE
         return True
 
     def _end(self, ticket: Ticket) -> None:
@@ -236,3 +243,8 @@ def _make_way() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
         except OSError as error:
             logger.debug("SSD cache: the reading thread keeps its priority: %s", error)
+
+
+def _cores() -> int:
+    """How many this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,11 +7,12 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cold_helpers import FINGERPRINT, LARGE, job, plain, same, save, scanned
 
-from mlx_lm_tiered.cold import restoring
+from mlx_lm_tiered.cold import arrays, reader, restoring
 from mlx_lm_tiered.cold.restoring import Restorer
 from mlx_lm_tiered.index.keys import token_key
 
@@ -193,6 +194,45 @@ def test_while_rows_decode_it_takes_its_time(store, monkeypatch):
         times.append(time.monotonic() - started)
         background.close()
     assert times[1] > 0.1 and times[1] > 3 * times[0], times
+
+
+class Costly:
+    """A restore whose pieces each take 0.4 ms of a processor."""
+
+    def __init__(self):
+        self.failed = True
+
+    def steps(self):
+        for _ in range(50):
+            until = time.thread_time() + 0.0004
+            while time.thread_time() < until:
+                pass
+            yield 1
+        self.failed = False
+
+
+@pytest.mark.parametrize(("cores", "share"), [(2, 0.1), (4, 0.2), (32, 0.25)])
+def test_where_cores_are_few_it_takes_less_of_them(store, monkeypatch, cores, share):
+    """Measured by its pauses, which are no shorter than is worth waking for."""
+    pauses = []
+    monkeypatch.setattr(restoring, "_cores", lambda: cores)
+    monkeypatch.setattr(restoring, "time", SimpleNamespace(sleep=pauses.append, perf_counter=time.perf_counter, thread_time=time.thread_time))
+    background = Restorer(lambda _: Costly(), lambda: True, lambda: None, LARGE)
+    ticket = background.start(entry(store, 0))
+    until(lambda: ticket.done)
+    background.close()
+    least = 50 * 0.0004 * (1 / share - 1)
+    assert least - restoring.LEAST <= sum(pauses) < 2 * least and min(pauses) > restoring.LEAST / 2
+
+
+def test_beside_decoding_a_piece_is_small_and_no_page_is_replaced(store, monkeypatch):
+    advised = []
+    monkeypatch.setattr(reader, "ask_for_huge_pages", advised.append)
+    monkeypatch.setattr(arrays, "PIECE_BESIDE", 1 << 16)
+    large = entry(store, 0)
+    sizes = [size for size in store.restoring(large).steps() if size]
+    assert max(sizes) < 2 << 16 and sum(sizes) > 10 << 16 and not advised
+    assert same(store.restore(large), plain(3000, seed=0, dim=64)) and advised
 
 
 def test_closing_ends_what_is_not_done(store):
