@@ -9,6 +9,7 @@ for 5 and 6 bits.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -35,10 +36,23 @@ def _of_first(name: str) -> property:
     return property(lambda self: getattr(self.parts[0], name))
 
 
+def _attribute(name: str, copied: Callable[[Any], Any] = int) -> property:
+    """Another name for an attribute, of which each reader gets a copy."""
+    return property(lambda self: copied(getattr(self, name)), lambda self, value: setattr(self, name, copied(value)))
+
+
+def _apart(part: Any) -> Any:
+    """One of mlx-lm's caches over the same buffers, with handles of its own: mlx copies a buffer with two before it writes."""
+    made = copy.copy(part)
+    made.__dict__ = {name: value[...] if isinstance(value, mx.array) else value for name, value in vars(part).items()}
+    return made
+
+
 class Quantized(_BaseCache):
     """What all forms share. `bits` and `group_size` tell mlx-lm's attention how to read what `update_and_fetch` returns."""
 
     inner: ClassVar[type]
+    _converted: property  # at which token the sequence was quantized, or each of them
 
     def __init__(self, *arguments: Any, bits: int, group_size: int):
         self._set(tuple(self.inner(*arguments) for _ in PARTS), bits, group_size)
@@ -83,12 +97,19 @@ class Quantized(_BaseCache):
 
     @property
     def state(self) -> Any:
-        return [part.state for part in self.parts], self.bits, self.group_size
+        return [part.state for part in self.parts], self.bits, self.group_size, self._converted
 
     @state.setter
     def state(self, value: Any) -> None:
-        states, bits, group_size = value
+        states, bits, group_size, converted = value
         self._set(tuple(self.inner.from_state(state) for state in states), bits, group_size)
+        self._converted = converted
+
+    def __copy__(self) -> Self:
+        """A cache of its own: as little as a lent one does a copy change what it was made from."""
+        made = self.of([_apart(part) for part in self.parts], self.bits, self.group_size)
+        made._converted = self._converted
+        return made
 
     def is_trimmable(self) -> bool:
         return self.parts[0].is_trimmable()
@@ -112,6 +133,7 @@ class _Single(Quantized):
 
     batch: ClassVar[type[_Batch]]
     minimum_reusable_offset: int
+    _converted = _attribute("minimum_reusable_offset")
 
     def _set(self, parts: tuple[Any, ...], bits: int, group_size: int) -> None:
         super()._set(parts, bits, group_size)
@@ -146,6 +168,7 @@ class _Batch(Quantized):
 
     single: ClassVar[type[_Single]]
     bounds: list[int]
+    _converted = _attribute("bounds", list)
     left_padding, _idx = _of_first("left_padding"), _of_first("_idx")
 
     def _set(self, parts: tuple[Any, ...], bits: int, group_size: int) -> None:

@@ -17,7 +17,7 @@ from . import attention, mixed, plan
 from .convert import SINGLE, convert, convert_rows, leaves
 from .layers import for_model
 from .plan import Plan
-from .spec import Spec
+from .spec import Affine, Spec
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -33,6 +33,7 @@ class Scheme:
         self._statistics = statistics
         self._kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text))
         self.conversions = 0
+        self._read: dict[Path | None, dict[int, Affine] | Affine | ValueError | None] = {}
         self.plans: dict[Path | None, Plan | None] = {}  # the latest of each model, by directory; None where the scheme is off
 
     def name(self, path: Path | None) -> str:
@@ -41,9 +42,8 @@ class Scheme:
             return "plain"
         if not self.spec.config:
             return "plain" if self.spec.affine is None else f"affine:{self.spec.affine}@{self.start}"
-        try:
-            layers = for_model(self.spec, path)
-        except ValueError:
+        layers = self._asked(path)
+        if isinstance(layers, ValueError):
             return "plain"
         text = ",".join(f"{index}={affine}" for index, affine in sorted(layers.items())) if isinstance(layers, dict) else ""
         return f"config:{hashlib.sha256(text.encode()).hexdigest()[:16]}" if text else "plain"
@@ -121,13 +121,24 @@ class Scheme:
             "bytes_per_1000_tokens": {path.name: found.bytes_at(1000) for path, found in self.plans.items() if path and found is not None},
         }
 
+    def _asked(self, path: Path | None) -> dict[int, Affine] | Affine | ValueError | None:
+        """What is asked for a model, read once: were its file changed meanwhile, entries would be named after what they are not."""
+        if path not in self._read:
+            try:
+                self._read[path] = for_model(self.spec, path)
+            except ValueError as error:
+                self._read[path] = error
+        return self._read[path]
+
     def _plan(self, model: Any, path: Path | None, caches: list[Any]) -> Plan | None:
         known = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
         if known is not None and known[0] is self:
             return known[1]
         found = None
+        asked = self._asked(path)
         try:
-            asked = for_model(self.spec, path)
+            if isinstance(asked, ValueError):
+                raise asked
             found = plan.make(model, caches, asked, self.start) if asked else None
         except ValueError as error:
             self._statistics.fault("kv_scheme", f"{self.spec.origin} {self.spec} is off for {path or 'this model'}: {error}")

@@ -9,7 +9,9 @@ import pytest
 
 from mlx_lm_hooks import Invocation, UsageError
 from mlx_lm_tiered.schemes.choose import choose
+from mlx_lm_tiered.schemes.scheme import Scheme
 from mlx_lm_tiered.schemes.spec import PLAIN, Affine, Spec, parse
+from mlx_lm_tiered.statistics import Statistics
 from support.models import TINY
 
 
@@ -148,3 +150,13 @@ def test_layers_with_other_heads_are_named(tmp_path):
         choose(parse("affine:4:128"), written(tmp_path, **config | {"head_dim": 128}))
     untold = {name: value for name, value in config.items() if name != "layer_types"}
     assert choose(parse("affine:4:64"), written(tmp_path, **untold)), "the first run will show"
+
+
+def test_a_config_that_changes_while_it_serves_changes_nothing(tmp_path):
+    """Else what is stored from now on would be named after layers that the caches do not have."""
+    (tmp_path / "kv_config.json").write_text(json.dumps([GOOD]))
+    scheme, after = (Scheme(parse("config"), Statistics()) for _ in range(2))
+    before = scheme.name(tmp_path)
+    (tmp_path / "kv_config.json").write_text(json.dumps([{**GOOD, "bits": 8}]))
+    assert scheme.name(tmp_path) == before != after.name(tmp_path)
+    assert before.startswith("config:") and Scheme(parse("config"), Statistics()).name(tmp_path) == after.name(tmp_path)

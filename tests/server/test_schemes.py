@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,6 +30,16 @@ def together(server: Server) -> list[list[int]]:
         return [answer.tokens for answer in pool.map(lambda text, count: ask(server, text, count), TEXTS, COUNTS)]
 
 
+def short_ends_before_long(server: Server) -> bool:
+    """Of two requests, of which the long one came first: only in a batch."""
+    ended: list[int] = []
+    with ThreadPoolExecutor(2) as pool:
+        for count in (300, 2):
+            pool.submit(ask, server, document(200, start=4000 + count), count).add_done_callback(lambda _, count=count: ended.append(count))
+            time.sleep(0.1)
+    return ended == [2, 300]
+
+
 def through_the_tiers(model, cache_dir, tmp_path, flags: list[str], converts: bool, alone=None, longer=None):
     """Cold, from RAM, outside the batch, and after a restart: the tokens of requests alone."""
     with tiered(model, cache_dir, *RESTORE, *flags, log=tmp_path / "first") as server:
@@ -46,6 +57,7 @@ def through_the_tiers(model, cache_dir, tmp_path, flags: list[str], converts: bo
         assert server.terminate() == 0
     with tiered(model, cache_dir, *RESTORE, *flags, log=tmp_path / "second") as server:
         assert together(server) == [tokens[:n] for tokens, n in zip(cold, COUNTS, strict=True)]
+        assert short_ends_before_long(server)
         more = ask(server, LONGER)
         assert more.cached_tokens > 100 and more.tokens == (longer or more.tokens)
         assert server.stats()["hits_by_tier"]["ssd"] >= 3 and server.stats()["faults"] == {}
