@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlx_lm_hooks import Row
 
-from .layer import GROWTH, Layer
+from ..schemes.cost import GROWTH, Layer
 
 
 class Planned(Protocol):

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from ..memory.layer import Layer, Type
 from .convert import SINGLE, fits, fresh, leaves
+from .cost import Layer, Type
 from .spec import Affine
 
 

@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..caches import nbytes
 from ..kernels.choice import Kernels
 from ..statistics import Statistics
 from . import attention, mixed, plan
@@ -108,7 +107,7 @@ class Scheme:
                 continue  # of a model that keeps full precision
             for layer, cache in zip(chain.from_iterable(layers), leaves(entry.caches), strict=True):
                 predicted[layer.type] += int(layer.bytes_at(entry.length))
-                actual[layer.type] += nbytes([cache])
+                actual[layer.type] += cache.nbytes
         return {
             "scheme": str(self.spec),
             "conversions": self.conversions,

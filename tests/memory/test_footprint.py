@@ -19,9 +19,9 @@ from mlx_lm_tiered.memory import budget as budgets
 from mlx_lm_tiered import plugin
 from mlx_lm_tiered.memory.footprint import Footprint, measure
 from mlx_lm_tiered.memory.guard import MemoryGuard
-from mlx_lm_tiered.memory.layer import Layer
 from mlx_lm_tiered.prefix.relief import Relief
 from mlx_lm_tiered.schemes.convert import leaves
+from mlx_lm_tiered.schemes.cost import Layer
 from support.models import TINY
 
 
