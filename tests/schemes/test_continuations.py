@@ -130,3 +130,18 @@ def test_going_on_is_going_through(monkeypatch, tmp_path, family, text, dim):
             for tokens, reused, expected in asked:
                 assert answer(model, tokens) == (expected, reused)
             assert mlx_lm_tiered.stats()["tokens_saved_by_tier"]["ssd"] == sum(reused for _, reused, _ in asked)
+
+
+def test_another_scheme_takes_nothing(tmp_path):
+    """Nor the same widths from another token on, nor another list of layers."""
+    settings = {"ssd_cache": str(tmp_path / "cold"), "ssd_restore": "always", "prompt_cache_min_tokens": 1, "prompt_cache_bytes": 1 << 30}
+    path = tmp_path / "model"
+    seen = []
+    schemes = ("affine:4:32", "bf16", "affine:5:32", "affine:4:32@40", "affine:4:32@41", "config", "config", "affine:4:32")
+    for number, text in enumerate(schemes):
+        with scheme(text, **settings):
+            if not path.exists():
+                write("dense", path)
+            (path / "kv_config.json").write_text(json.dumps(LAYERS[: 1 if number == 5 else 2]))
+            seen.append(answer(reload(path), FIRST)[1])
+    assert seen == [0] * (len(schemes) - 1) + [len(FIRST) - 1]
