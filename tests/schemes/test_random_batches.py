@@ -25,9 +25,8 @@ from support.cache_bytes import through_bytes
 NOISE = 0.2
 LENGTHS = (1, 2, 7, 31, 32, 33, 40, 41, 64, 90)  # around the window of 32 and the start
 RUNS = [
-    ("dense", "affine:8:32@40", 12), ("sliding", "affine:8:32", 3), ("sliding", "affine:8:32@40", 4),
-    ("kv-donors", "affine:8:32@33", 5), ("kv-shared", "affine:8:32", 6), ("sinks", "affine:6:32@40", 7),
-    ("parallel-hybrid", "affine:8:32@40", 9), ("sliding", "bf16", 10),
+    ("dense", "affine:8:32@40", 12), ("sliding", "affine:8:32", 3), ("sliding", "affine:8:32@40", 4), ("kv-donors", "affine:8:32@33", 5),
+    ("sinks", "affine:6:32@40", 7), ("sliding", "bf16", 10),
 ]  # fmt: skip
 
 
