@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -157,7 +158,7 @@ def read_into(fd: int, batch: list[memoryview], at: int) -> None:
 
 
 def _overlapping(piece: memoryview, at: int) -> bool:
-    return 0 < (np.frombuffer(piece, np.uint8).ctypes.data - at) % mmap.PAGESIZE < OVERLAPPING
+    return 0 < (ctypes.addressof(ctypes.c_char.from_buffer(piece)) - at) % mmap.PAGESIZE < OVERLAPPING
 
 
 def _read_straight(fd: int, batch: list[memoryview], at: int) -> None:
