@@ -1,16 +1,15 @@
 """Whether a restore holds up those that decode: time between tokens of two streams, with a third request being restored and without.
 
-Each pair has a server of its own on one directory, with nothing in its memory and
-the files out of the page cache. Two streams decode; for a while nothing else is
-asked, then a third request with a long stored prefix is sent. The pair compares the
-99th percentiles of time between tokens: before it was sent, and from then to the
-first report of its progress, when it has been restored and has joined the batch.
-The result is the median over the pairs' ratios.
-
-The streams' tokens take longer the more of them there are, with and without a restore.
-So the times are also compared with those before and after it together (`p99_ratio_around`,
-`p50_ratio_around`), and how long the third request's prompt takes to tokenize is
-measured: the server does it between two tokens, with and without the plugin.
+Each pair has two servers, one after the other, each with nothing in its memory and, on
+one directory, the files out of the page cache. Two streams decode; after a while a
+third request with a long stored prefix is sent to the first server, and nothing to the
+second. The pair compares the 99th percentiles of time between tokens: from then to
+the first report of the request's progress, when it has been restored and has joined the
+batch, and over the same time in the second server. The result is the median over
+the pairs' ratios. Time before the request is no measure: the streams' tokens take longer the more of
+them there are (`growth` is by how much in the second server, the median over that time to the one before).
+How long the third request's prompt takes to tokenize is measured, too: the server
+does it between two tokens, with and without the plugin.
 
 Joining itself, a long row merged into the batch that decodes, is upstream's and
 comes after that. What it costs is measured too, and once more for the same request
@@ -48,7 +47,7 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
     """Measure it; `window` is the time without, in seconds. Times between tokens are milliseconds. Raises ServerFailed, RequestFailed."""
     bias = endless(model)
     text = long_document(model, prefix_tokens)
-    disk, ram, around, background = [], [], [], 0
+    disk, ram, control, background = [], [], [], 0
     with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-") as scratch:
         directory, log = Path(scratch) / "cold", Path(scratch) / "server.log"
         options = tiered_flags(directory, "--ssd-restore", "always")  # also where computing would be faster
@@ -60,31 +59,30 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
             dropped = drop_page_cache(directory)
             with started(model, log, options) as server, _streams(server, bias) as streams:
                 with Progress(f"pair {number + 1} of {pairs}"):
-                    measured, before, during = _pair(server, streams, text, window, bias)
-                    disk.append(measured)
+                    disk.append(_asked(server, streams, text, window, bias))
                     background += server.stats()["ssd"]["restores_in_background"]
-                    measured, after, _ = _pair(server, streams, text, window, bias)
-                    ram.append(measured)
-                    around.append([_percentile(during, part) / _percentile(before + after, part) for part in (99, 50)])
-    ratios = [pair["p99_during"] / pair["p99_before"] for pair in disk]
+                    ram.append(_asked(server, streams, text, window, bias))
+            with started(model, log, options) as server, _streams(server, bias) as streams, Progress(f"pair {number + 1}, without"):
+                control.append(_unasked(streams, window, disk[-1]["seconds"]))
+    ratios = [pair["p99_during"] / without["p99_during"] for pair, without in zip(disk, control, strict=True)]
     return {
         "bench": "stall",
         "model": str(model),
         "p99_ratio": median(ratios),
         "p99_ratio_min": min(ratios),
         "p99_ratio_max": max(ratios),
-        "p50_ratio": median(pair["p50_during"] / pair["p50_before"] for pair in disk),
-        "p99_ratio_around": median(p99 for p99, _ in around),
-        "p50_ratio_around": median(p50 for _, p50 in around),
+        "p50_ratio": median(pair["p50_during"] / without["p50_during"] for pair, without in zip(disk, control, strict=True)),
+        "p99_with_ms": median(pair["p99_during"] for pair in disk),
+        "p99_without_ms": median(without["p99_during"] for without in control),
+        "longest_ms": median(pair["longest"] for pair in disk),
+        "longest_without_ms": median(without["longest"] for without in control),
+        "growth": median(without["p50_during"] / without["p50_before"] for without in control),
         "tokenize_ms": 1000 * _tokenizing(model, text),
-        "p99_before_ms": median(pair["p99_before"] for pair in disk),
-        "p99_during_ms": median(pair["p99_during"] for pair in disk),
         "restore_s": median(pair["seconds"] for pair in disk),
         "intervals": median(pair["intervals"] for pair in disk),
         "join_longest_ms": median(pair["join_longest"] for pair in disk),
         "ram_join_longest_ms": median(pair["join_longest"] for pair in ram),
         "ram_longest_ms": median(pair["longest"] for pair in ram),
-        "longest_ms": median(pair["longest"] for pair in disk),
         "ram_wait_s": median(pair["seconds"] for pair in ram),
         "prefix_tokens": min(pair["prompt_tokens"] for pair in disk),
         "cached_tokens": min(pair["cached_tokens"] for pair in disk),
@@ -95,31 +93,43 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
         "page_cache_dropped": dropped,
         "disk": disk,
         "ram": ram,
+        "control": control,
     }
 
 
-def _pair(
-    server: Server, streams: list[_Stream], text: str, window: float, bias: dict[str, float]
-) -> tuple[dict[str, Any], list[float], list[float]]:
-    """What is told of it, and the times between tokens before and during."""
-    time.sleep(1.0)  # what the pair before left behind
-    began = time.monotonic()
-    time.sleep(window)
-    sent = time.monotonic()
+def _asked(server: Server, streams: list[_Stream], text: str, window: float, bias: dict[str, float]) -> dict[str, Any]:
+    """What the streams did before the third request, while it was restored, and as it joined."""
+    began, sent = _before(window)
     third = _third(server, text, bias)
     joined, ended = third.pop("joined"), third.pop("ended")
     time.sleep(0.2)
+    after = [gap for stream in streams for gap in stream.gaps(joined, ended)]
+    return third | _told(streams, began, sent, joined) | {"join_longest": max(after, default=0.0)}
+
+
+def _unasked(streams: list[_Stream], window: float, seconds: float) -> dict[str, Any]:
+    """What the streams did in the same times without a third request."""
+    began, sent = _before(window)
+    time.sleep(seconds + 0.2)
+    return _told(streams, began, sent, sent + seconds)
+
+
+def _before(window: float) -> tuple[float, float]:
+    time.sleep(1.0)  # what the pair before left behind
+    began = time.monotonic()
+    time.sleep(window)
+    return began, time.monotonic()
+
+
+def _told(streams: list[_Stream], began: float, sent: float, joined: float) -> dict[str, Any]:
     before = [gap for stream in streams for gap in stream.gaps(began, sent)]
     during = [gap for stream in streams for gap in stream.gaps(sent, joined)]
-    after = [gap for stream in streams for gap in stream.gaps(joined, ended)]
     if len(before) < FEWEST or not during:
         raise RequestFailed(f"only {len(before)} and {len(during)} times between tokens were seen; use a longer prefix or a faster model")
-    told = third | {
+    return {
         "p99_before": _percentile(before, 99), "p99_during": _percentile(during, 99), "p50_before": _percentile(before, 50),
-        "p50_during": _percentile(during, 50), "join_longest": max(after, default=0.0), "seconds": joined - sent, "intervals": len(during),
-        "longest": max(during),
+        "p50_during": _percentile(during, 50), "longest": max(during), "seconds": joined - sent, "intervals": len(during),
     }  # fmt: skip
-    return told, before, during
 
 
 def _tokenizing(model: Path, text: str) -> float:
