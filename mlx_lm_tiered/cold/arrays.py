@@ -21,9 +21,7 @@ from .fresh import fresh
 from .meta import DTYPES, TensorSpec
 
 STEP = 256  # tokens by which upstream's caches grow (`KVCache.step`)
-# Of a restore beside decoding. A quarter of it costs a quarter of the time, but each piece is a turn of
-# the interpreter, too: with the smaller ones those that decode were not held up less.
-PIECE_BESIDE = 2 << 20
+PIECE_BESIDE = 256 << 10  # of a restore beside decoding: a small part of a step, even where a token takes 2 ms
 MAX_RUNS = 512  # of one vectored read; systems allow 1024
 # Room for growth in one entry. Real entries stay far below; a hostile header could ask for a thousandfold of its file.
 MAX_ROOM = 4 << 30
