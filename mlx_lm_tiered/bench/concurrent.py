@@ -89,7 +89,7 @@ def _timed(ask: Callable[[str], Answer], prompts: Sequence[str], at_once: int) -
 
 def _at_once(answers: Sequence[Answer]) -> int:
     """How many of these, all sent at the same moment, were being decoded at the time when the most were."""
-    return max(sum(other.arrivals[0] <= answer.arrivals[0] < other.arrivals[-1] for other in answers) for answer in answers)
+    return max(sum(other.arrivals[0] <= answer.arrivals[0] <= other.arrivals[-1] for other in answers) for answer in answers)
 
 
 def endless(model: Path) -> dict[str, float]:

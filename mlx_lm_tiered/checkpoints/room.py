@@ -141,7 +141,7 @@ class Checkpoints:
         identity = self._identities.get(source, self._patience)
         if identity is not None:
             self._store.attach(identity.fingerprint)
-            self._store.wait_scanned(max(0.0, self._patience - (time.monotonic() - started)))
+            self._store.wait_scanned(max(0.0, self._patience - (time.monotonic() - started)), identity.fingerprint)
         self._patience = max(0.0, self._patience - (time.monotonic() - started))
         return identity
 

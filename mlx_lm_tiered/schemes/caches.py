@@ -215,6 +215,10 @@ class BatchRotatingQuantizedKVCache(_Batch):
     inner, single = BatchRotatingKVCache, RotatingQuantizedKVCache
     max_size, rotated, _offset = _of_first("max_size"), _of_first("rotated"), _of_first("_offset")
 
+    def _temporal_order(self) -> None:
+        """As mlx-lm's: put the ring in order."""
+        self._each(lambda part: part._temporal_order())
+
 
 QuantizedKVCache.batch = BatchQuantizedKVCache
 RotatingQuantizedKVCache.batch = BatchRotatingQuantizedKVCache

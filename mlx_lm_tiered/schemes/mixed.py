@@ -99,6 +99,12 @@ class MixedBatch(_BaseCache):
         for group in self.groups:
             group.cache.finalize()
 
+    def _temporal_order(self) -> None:
+        """As mlx-lm's: put rings in order."""
+        for group in self.groups:
+            if hasattr(group.cache, "_temporal_order"):
+                group.cache._temporal_order()
+
     def filter(self, batch_indices: Any) -> None:
         keep = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
         left = []
