@@ -10,7 +10,7 @@ from typing import Any
 from mlx_lm_hooks import GenerationState, ModelSource
 
 from .. import caches as kinds
-from ..cold.ahead import TRIES
+from ..cold.ahead import TRIES, Ahead, Aheads
 from ..cold.catalog import ColdEntry
 from ..cold.restore import Restored
 from ..cold.restoring import Restorer
@@ -18,7 +18,6 @@ from ..cold.store import ColdStore
 from ..identity import Identity, IdentityResolver
 from ..index.keys import token_key
 from ..statistics import Statistics
-from .resuming import Resumption, Resumptions
 from .snapshot import KIND, Attempt, namespace_of, signatures, state_of, take
 from .writer import CheckpointWriter
 
@@ -45,7 +44,8 @@ class Checkpoints:
         self._statistics = statistics
         self._interval = interval
         self._writer = CheckpointWriter(store, busy, max_bytes)
-        self.resumptions = Resumptions(restorer)
+        self._restorer = restorer
+        self.resumptions: Aheads[Ahead] = Aheads()  # checkpoints read ahead of their requests; no two are of the same one
         self._patience = PATIENCE
         self._running: set[tuple[str, str]] = set()
         self._skipped: Counter[str] = Counter()
@@ -58,13 +58,14 @@ class Checkpoints:
     def interval(self) -> int:
         return self._interval
 
-    def prepare(self, source: ModelSource, prompt: Sequence[int], policy: str) -> Resumption | None:
+    def prepare(self, source: ModelSource, prompt: Sequence[int], policy: str) -> Ahead | None:
         try:
             namespace = namespace_of(prompt, policy)
+            if self.resumptions.of(source, namespace):
+                return None  # the same request again, while it waits
             until = time.monotonic() + self._patience
-            return self.resumptions.begin(
-                source, namespace, lambda: self._settled(source, until), lambda: self._newest(source, namespace, prompt)
-            )
+            settled, newest = (lambda: self._settled(source, until)), (lambda: self._newest(source, namespace, prompt))
+            return self.resumptions.begin(Ahead(self._restorer, source, namespace, settled, newest))
         except Exception as error:
             self._statistics.fault("checkpoint", f"looking for a checkpoint failed ({error!r})")
             return None
@@ -76,7 +77,7 @@ class Checkpoints:
                 self.skipped("no-fingerprint")
                 return None
             attempt = Attempt(identity, namespace_of(prompt, policy), len(prompt))
-            if attempt.place in self._running or self.resumptions.reading(source, attempt.namespace):
+            if attempt.place in self._running or not all(one.step() for one in self.resumptions.of(source, attempt.namespace)):
                 self.skipped("running")  # the same request again, while it runs or is about to
                 return None
             state = self._state(source, attempt, prompt)
@@ -169,7 +170,7 @@ class Checkpoints:
 
     def _state(self, source: ModelSource, attempt: Attempt, prompt: Sequence[int]) -> GenerationState | None:
         """Where a request goes on: what was read ahead of it, or else what is read now."""
-        if (prepared := self.resumptions.take(source, attempt.namespace)) is not None:
+        if (prepared := self.resumptions.claim(source, attempt.namespace)) is not None:
             restored = prepared.caches()
             state = self._accept(attempt, prompt, *restored) if restored is not None else None
             self._ahead += state is not None

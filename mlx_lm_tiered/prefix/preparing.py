@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mlx_lm_hooks import ModelSource, Taken
 
-from ..cold.ahead import Ahead
+from ..cold.ahead import Ahead, Aheads
 from ..cold.catalog import ColdEntry
 from ..cold.restoring import Restorer
 from .ssd import SsdTier
@@ -19,10 +19,10 @@ class Preparation(Ahead):
     entry when one turns out to be damaged, and ends with what `taken` gives.
     """
 
+    key: bytes
+
     def __init__(self, ssd: SsdTier, restorer: Restorer, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int):
-        super().__init__(restorer, lambda: ssd.settled(source), self._located)
-        self.source = source
-        self.key = key
+        super().__init__(restorer, source, key, lambda: ssd.settled(source), self._located)
         self._ssd = ssd
         self._tokens = tokens
         self._longer_than = longer_than
@@ -41,36 +41,14 @@ class Preparation(Ahead):
         return self._ssd.cut(*restored, self._length) if restored is not None else None
 
 
-class Preparations:
+class Preparations(Aheads[Preparation]):
     """Those of one prefix cache. Generation thread only."""
 
     def __init__(self, ssd: SsdTier, restorer: Restorer):
+        super().__init__()
         self._ssd = ssd
         self._restorer = restorer
-        self._open: list[Preparation] = []
-        self.seconds = {"last": 0.0, "total": 0.0}  # that requests were held back for; may be read from anywhere
 
-    def begin(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Preparation | None:
+    def prepare(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Preparation | None:
         """Begin to restore the longest usable prefix of `tokens`; None when no stored one is longer than `longer_than`."""
-        preparation = Preparation(self._ssd, self._restorer, source, tokens, key, longer_than)
-        if preparation.step():
-            preparation.cancel()
-            return None
-        self._open = [one for one in self._open if not one.closed] + [preparation]
-        return preparation
-
-    def claim(self, source: ModelSource, key: bytes) -> Preparation | None:
-        """The preparation of a request with these tokens, once it is about to be served."""
-        for preparation in self._open:
-            if not preparation.closed and preparation.source == source and preparation.key == key and preparation.step():
-                self._open.remove(preparation)
-                seconds = preparation.seconds
-                self.seconds = {"last": seconds, "total": self.seconds["total"] + seconds}
-                return preparation
-        return None
-
-    def cancel(self, source: ModelSource) -> None:
-        """Give up those of a model that goes."""
-        for preparation in self._open:
-            if preparation.source == source:
-                preparation.cancel()
+        return self.begin(Preparation(self._ssd, self._restorer, source, tokens, key, longer_than))

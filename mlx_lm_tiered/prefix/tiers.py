@@ -92,7 +92,7 @@ class TieredPrefixCache:
         try:
             key = token_key(tokens)
             found, _ = self._in_memory(self._namespace(source), source, tokens, key)
-            return self.preparations.begin(source, tokens, key, max(found[1] if found is not None else 0, self._min_tokens - 1))
+            return self.preparations.prepare(source, tokens, key, max(found[1] if found is not None else 0, self._min_tokens - 1))
         except Exception as error:
             self._statistics.fault("prepare", f"restoring a prefix ahead failed ({error!r})")
             return None
