@@ -25,6 +25,7 @@ from mlx_lm_tiered.bench.text import long_document
 from mlx_lm_tiered.progress import Progress
 
 from .client import Answer, RequestFailed
+from .report import spread
 from .server import Server, server_command, tiered_flags
 
 PATH = "/v1/completions"
@@ -50,9 +51,7 @@ def run(model: Path, prefix_tokens: int, decode_tokens: int, interval: int, pair
         "bench": "checkpoint",
         "model": str(model),
         "interval": interval,
-        "decode_ratio": median(ratios),
-        "decode_ratio_min": min(ratios),
-        "decode_ratio_max": max(ratios),
+        **spread("decode_ratio", ratios),
         "on_tokens_per_s": median(pair["on"] for pair in measured),
         "off_tokens_per_s": median(pair["off"] for pair in measured),
         "written_while_decoding": min(pair["written"] for pair in measured),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
@@ -19,6 +20,12 @@ class RequestFailed(Exception):
     def __init__(self, text: str, status: int | None = None):
         super().__init__(text)
         self.status = status
+
+
+def endless(model: Path) -> dict[str, float]:
+    """A logit bias under which the model in this directory never ends by itself."""
+    ends = json.loads((model / "config.json").read_text()).get("eos_token_id") or []
+    return {str(end): -1000.0 for end in (ends if isinstance(ends, list) else [ends])}
 
 
 @dataclass

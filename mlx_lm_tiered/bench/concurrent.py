@@ -11,7 +11,6 @@ plugin's; above 1 the plugin is faster.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,8 @@ from mlx_lm_tiered.bench.text import long_document
 from mlx_lm_tiered.progress import Progress
 from mlx_lm_tiered.schemes.spec import parse
 
-from .client import Answer, RequestFailed
+from .client import Answer, RequestFailed, endless
+from .report import spread
 from .server import Server, server_command, stock, tiered_flags
 
 
@@ -65,9 +65,7 @@ def run(model: Path, scheme: str = "affine:4", requests: int = 4, prefix_tokens:
         "model": str(model),
         "scheme": str(spec),
         "upstream": " ".join(theirs),
-        "concurrent_to_sequential": median(ratios),
-        "concurrent_to_sequential_min": min(ratios),
-        "concurrent_to_sequential_max": max(ratios),
+        **spread("concurrent_to_sequential", ratios),
         "concurrent_s": median(pair["concurrent_s"] for pair in measured),
         "sequential_s": median(pair["sequential_s"] for pair in measured),
         "at_once": min(pair["at_once"] for pair in measured),
@@ -90,9 +88,3 @@ def _timed(ask: Callable[[str], Answer], prompts: Sequence[str], at_once: int) -
 def _at_once(answers: Sequence[Answer]) -> int:
     """How many of these, all sent at the same moment, were being decoded at the time when the most were."""
     return max(sum(other.arrivals[0] <= answer.arrivals[0] <= other.arrivals[-1] for other in answers) for answer in answers)
-
-
-def endless(model: Path) -> dict[str, float]:
-    """A logit bias under which the model never ends by itself."""
-    ends = json.loads((model / "config.json").read_text()).get("eos_token_id") or []
-    return {str(end): -1000.0 for end in (ends if isinstance(ends, list) else [ends])}

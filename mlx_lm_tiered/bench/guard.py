@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from mlx_lm_tiered.progress import Progress
 
 from .client import Answer, RequestFailed
+from .report import spread
 from .server import Server, server_command, tiered_flags
 
 
@@ -46,9 +46,7 @@ def run(model: Path, decode_tokens: int, pairs: int) -> dict[str, Any]:
     return {
         "bench": "guard",
         "model": str(model),
-        "decode_ratio": median(ratios),
-        "decode_ratio_min": min(ratios),
-        "decode_ratio_max": max(ratios),
+        **spread("decode_ratio", ratios),
         "checks": checks,
         "text_equal": texts[0::2] == texts[1::2],
         "pairs": pairs,

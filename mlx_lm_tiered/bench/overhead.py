@@ -25,6 +25,7 @@ from mlx_lm_tiered.bench.text import long_document
 from mlx_lm_tiered.progress import Progress
 
 from .client import Answer, RequestFailed
+from .report import spread
 from .server import Server, server_command, stock, tiered_flags
 
 _SAMPLE_SECONDS = 0.5  # seldom, so that asking does not slow down what is measured
@@ -52,9 +53,7 @@ def run(model: Path, prefix_tokens: int, decode_tokens: int, pairs: int, full_qu
     return {
         "bench": "overhead",
         "model": str(model),
-        "decode_ratio": median(ratios),
-        "decode_ratio_min": min(ratios),
-        "decode_ratio_max": max(ratios),
+        **spread("decode_ratio", ratios),
         "on_tokens_per_s": median(pair["on"] for pair in counted),
         "off_tokens_per_s": median(pair["off"] for pair in counted),
         "full_queue": full_queue,

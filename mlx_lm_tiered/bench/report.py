@@ -6,7 +6,9 @@ import datetime
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from mlx_lm_tiered import versions
@@ -21,6 +23,11 @@ def environment() -> dict[str, Any]:
         "machine": versions.machine(),
         "device": versions.device(),
     }
+
+
+def spread(name: str, ratios: Sequence[float]) -> dict[str, float]:
+    """The ratios of a measurement's pairs: their median as `name`, and between which they lie."""
+    return {name: median(ratios), f"{name}_min": min(ratios), f"{name}_max": max(ratios)}
 
 
 def write(result: dict[str, Any], file: Path | None) -> None:

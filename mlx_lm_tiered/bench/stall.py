@@ -31,8 +31,8 @@ from typing import Any
 from mlx_lm_tiered.bench.text import long_document
 from mlx_lm_tiered.progress import Progress
 
-from .client import RequestFailed
-from .concurrent import endless
+from .client import RequestFailed, endless
+from .report import spread
 from .restart import drop_page_cache, started
 from .server import Server, tiered_flags
 from .writes import flush
@@ -68,9 +68,7 @@ def run(model: Path, prefix_tokens: int, pairs: int, window: float = 3.0) -> dic
     return {
         "bench": "stall",
         "model": str(model),
-        "p99_ratio": median(ratios),
-        "p99_ratio_min": min(ratios),
-        "p99_ratio_max": max(ratios),
+        **spread("p99_ratio", ratios),
         "p50_ratio": median(pair["p50_during"] / without["p50_during"] for pair, without in zip(disk, control, strict=True)),
         "p99_with_ms": median(pair["p99_during"] for pair in disk),
         "p99_without_ms": median(without["p99_during"] for without in control),

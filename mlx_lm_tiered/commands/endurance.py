@@ -6,16 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .terminal import model, positive
+from .terminal import count, model
 
 
 def add_parsers(benches: Any) -> None:
     """The two, each with its flags."""
     kills = benches.add_parser("kills", help="what a busy server's directory holds after SIGKILLs at random moments")
-    kills.add_argument("--count", type=positive, default=200, metavar="N", help="kills (default: 200)")
+    count(kills, "--count", 200, "kills")
     kills.set_defaults(run=run_kills)
     soak = benches.add_parser("soak", help="whether memory, files, descriptors and threads stay flat over thousands of requests")
-    soak.add_argument("--requests", type=positive, default=5000, metavar="N", help="requests, of several clients (default: 5000)")
+    count(soak, "--requests", 5000, "requests, of several clients")
     soak.set_defaults(run=run_soak)
     for parser in (kills, soak):
         parser.add_argument("--model", metavar="DIR", help="directory or hub name of a model (default: a small one of random weights)")

@@ -31,6 +31,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def count(parser: argparse.ArgumentParser, flag: str, default: int, text: str, metavar: str = "N") -> None:
+    """A flag that takes a positive whole number; `text` says what it counts."""
+    parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=f"{text} (default: {default})")
+
+
 def end_in_order() -> None:
     """SIGTERM, and the end of the terminal, unwind like Ctrl-C: the servers started here have sessions of their own and would stay."""
 

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlx_lm_hooks import Row
 
-from ..schemes.cost import GROWTH, Layer
+from ..schemes.cost import GROWTH, Layer, window_of
 
 
 class Planned(Protocol):
@@ -107,5 +107,4 @@ def _layer(cache: Any) -> Layer:
     if not arrays or any(array.ndim != 4 for array in arrays):
         return Layer(constant=getattr(cache, "nbytes", 0))
     per_token = sum(array.nbytes / array.shape[-2] for array in arrays)
-    window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
-    return Layer(per_token, window)
+    return Layer(per_token, window_of(cache))

@@ -8,12 +8,17 @@ that keep the last ones only (``window``), and those that take what they take
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 # Upstream's caches grow by multiples of this many tokens.
 GROWTH = 256
 
 Type = Literal["full", "window", "recurrent"]
+
+
+def window_of(cache: Any) -> int | None:
+    """The most tokens that a cache keeps; None for all of them."""
+    return getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
 
 
 @dataclass(frozen=True)

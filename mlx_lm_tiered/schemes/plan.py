@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from .convert import SINGLE, fits, fresh, leaves
-from .cost import Layer, Type
+from .cost import Layer, Type, window_of
 from .spec import Affine
 
 
@@ -91,5 +91,4 @@ def _measure(cache: Any, affine: Affine | None, start: int) -> Layer:
     if affine is not None and type(cache) in SINGLE:
         # A scale and a bias a group, in the model's own type.
         quantized = width * (affine.bits / 8 + 2 * size / affine.group_size)
-    window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
-    return Layer(width * size, window, quantized=quantized, start=start if quantized is not None else 0)
+    return Layer(width * size, window_of(cache), quantized=quantized, start=start if quantized is not None else 0)
