@@ -60,6 +60,7 @@ class Runtime:
         self.engine: Engine | None = None
         self.args: argparse.Namespace | None = None  # of the command
         self.source: ModelSource | None = None  # the model that was loaded last
+        self._loaded = threading.Event()  # once there is one, or the end
         self.warmer: Warms | None = None
         self.saves_itself = False  # a script has no idle turns and no shutdown of a server
         self._process = os.getpid()
@@ -122,6 +123,7 @@ class Runtime:
     def model_loaded(self, source: ModelSource) -> None:
         """Start fingerprinting the weights, off the path to readiness."""
         self.source = source
+        self._loaded.set()
         if self.storage is not None and source.path is not None:
             self.storage.identities.request(source)
         if self.engine is not None:
@@ -211,6 +213,15 @@ class Runtime:
             )
         return bool(report["durable"])
 
+    def wait_loaded(self, timeout: float) -> ModelSource | None:
+        """The model that was loaded last. A server answers before the one it starts with is loaded: that one is waited for.
+
+        Any thread but the generation thread.
+        """
+        if self.args is not None and getattr(self.args, "model", None):
+            self._loaded.wait(timeout)
+        return self.source
+
     def wait_indexed(self, source: ModelSource, timeout: float) -> None:
         """Wait until it is known what is stored of a model. Any thread but the generation thread."""
         if self.storage is not None:
@@ -264,6 +275,7 @@ class Runtime:
         """End the threads. Files stay, entries in memory go; a script's are saved first."""
         if os.getpid() != self._process:
             return  # a forked child has none of the threads; entries and lock are its parent's
+        self._loaded.set()
         if self.warmer is not None:
             self.warmer.close()
         if self.storage is not None:

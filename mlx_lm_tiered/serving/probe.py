@@ -14,6 +14,9 @@ from .replies import reply
 from .tokens import Tokens
 
 
+LOADING = 60.0  # seconds to wait for the model that the server starts with
+
+
 class Prober:
     """Answers for the model that is loaded. Runs on HTTP threads: it touches no array and makes nothing younger."""
 
@@ -22,8 +25,11 @@ class Prober:
         self._tokens = Tokens(runtime.args)
 
     def handle(self, request: Request) -> Reply:
-        """200 with what is found; 400 for what is no prompt, 503 while no model is loaded."""
-        source = self._runtime.source
+        """200 with what is found; 400 for what is no prompt, 503 while no model is loaded.
+
+        Right after a start it waits for the model, as a request would.
+        """
+        source = self._runtime.wait_loaded(LOADING)
         if source is None or source.path is None:
             return reply(503, {"error": "no model is loaded whose files are known"})
         try:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from mlx_lm_hooks import ModelSource, Request
 from support.models import document
 from support.server import tiered, user
 
 from mlx_lm_tiered.cli import main
+from mlx_lm_tiered.runtime import Runtime
+from mlx_lm_tiered.serving.probe import Prober
+from mlx_lm_tiered.settings import Settings
 
 TEXT = document(2500)
 OTHER = TEXT[:1500] + " Something else entirely. " + TEXT[1500:]
@@ -80,6 +87,26 @@ def test_the_route_takes_tokens_and_refuses_what_is_no_prompt(tiny_llama, cache_
     for_people(tiny_llama, cache_dir, tmp_path, capsys)
     assert main(["cache", "probe", "--server", server.url, "--prompt", "x"]) == 1
     assert "does not answer" in capsys.readouterr().err
+
+
+def test_the_model_that_the_server_starts_with_is_waited_for():
+    """The HTTP side answers before the generation thread has loaded the model."""
+    runtime = Runtime(Settings())
+    prober = Prober(runtime)
+    request = Request("POST", "/admin/cache/probe", {}, {}, json.dumps({"tokens": [1, 2, 3]}).encode(), True)
+    runtime.args = argparse.Namespace(model=None)
+    assert prober.handle(request).status == 503
+    runtime.args = argparse.Namespace(model="m")
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(prober.handle, request)
+        with pytest.raises(TimeoutError):
+            answer.result(0.2)
+        runtime.model_loaded(ModelSource(Path("m")))
+        assert answer.result(10).status == 200
+    ended = Runtime(Settings())
+    ended.args = runtime.args
+    ended.close()
+    assert Prober(ended).handle(request).status == 503
 
 
 def for_people(model, cache_dir, tmp_path, capsys):
