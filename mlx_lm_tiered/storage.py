@@ -6,8 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
+
 from .checkpoints.room import Checkpoints
 from .cold.compaction import Compactor
+from .cold.fresh import leaves_unfilled
 from .cold.limits import affordable
 from .cold.restoring import Restorer
 from .cold.spill import SpillQueue
@@ -55,7 +58,10 @@ class Storage:
         share = settings.ssd_queue // 2 if settings.generation_checkpoint else settings.ssd_queue
         self.queue = SpillQueue(self.store, busy=busy, max_bytes=share, wake=wake)
         self._compactor = Compactor(self.store, lambda: busy() or self.queue.pending > 0)
-        self.restorer = Restorer(self.store.restoring, decoding, wake, restoring_bytes, spare)
+        self.restorer = Restorer(
+            self.store.restoring, decoding, wake, restoring_bytes, spare,
+            computes_here=lambda: mx.default_device().type == mx.cpu and leaves_unfilled(),
+        )  # fmt: skip
         self.checkpoints: Checkpoints | None = None
         if settings.generation_checkpoint:
             interval, size = settings.generation_checkpoint, settings.ssd_queue - share

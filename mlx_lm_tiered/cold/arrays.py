@@ -21,7 +21,10 @@ from .fresh import fresh
 from .meta import DTYPES, TensorSpec
 
 STEP = 256  # tokens by which upstream's caches grow (`KVCache.step`)
-PIECE_BESIDE = 256 << 10  # of a restore beside decoding: a small part of a step, even where a token takes 2 ms
+# Of a restore beside decoding: a small part of a step, even where a token takes 2 ms. What has much
+# to read comes from a model that takes longer, and each piece is a turn of the interpreter, too.
+LEAST_BESIDE, MOST_BESIDE = 256 << 10, 2 << 20
+PIECES_BESIDE = 64
 MAX_RUNS = 512  # of one vectored read; systems allow 1024
 # Room for growth in one entry. Real entries stay far below; a hostile header could ask for a thousandfold of its file.
 MAX_ROOM = 4 << 30
@@ -63,19 +66,25 @@ def capacities(specs: tuple[TensorSpec, ...]) -> list[tuple[int, ...]]:
     return shapes if room <= MAX_ROOM else [spec.shape for spec in specs]
 
 
+def piece_beside(nbytes: int) -> int:
+    """Bytes to read at once beside decoding, of an entry of so many."""
+    return max(LEAST_BESIDE, min(MOST_BESIDE, nbytes // PIECES_BESIDE))
+
+
 class Landing:
     """A new array of `shape`, with room for `spec`, and the places where files' bytes go in it.
 
-    Finished on the generation thread; made and filled on any one, which is `beside` when it is another.
+    Made and finished on the generation thread, or as `filled` memory made on any one;
+    written to on any one, about `piece` bytes at once.
     """
 
-    def __init__(self, spec: TensorSpec, shape: tuple[int, ...], beside: bool = False):
+    def __init__(self, spec: TensorSpec, shape: tuple[int, ...], piece: int | None = None, filled: bool = False):
         self._spec = spec
-        self._beside = beside
+        self._piece = PIECE if piece is None else piece
         self._array: mx.array | None = None
         dtype = MLX_DTYPES[spec.dtype]
         if shared_memory():
-            self._array = fresh(shape, dtype, beside)
+            self._array = fresh(shape, dtype, filled)
             view = np.array(self._array.view(mx.uint16, stream=mx.cpu) if dtype == mx.bfloat16 else self._array, copy=False)
             if not (view.flags.writeable and view.flags.c_contiguous):
                 raise RuntimeError("mlx no longer lends its buffers to numpy")
@@ -89,7 +98,7 @@ class Landing:
         return self._view
 
     def runs(self, start: int = 0, stop: int | None = None, beyond: int = 0) -> Iterator[list[memoryview]]:
-        """Where a file's bytes go, in order: lists of writable pieces of memory, each list about `PIECE` bytes, or `PIECE_BESIDE`.
+        """Where a file's bytes go, in order: lists of writable pieces of memory, each list about as many bytes as are read at once.
 
         The file holds the tokens from `start` to `stop` along the grow axis, and
         `beyond` more, which go nowhere. The file that holds the last tokens (`stop` is
@@ -108,7 +117,7 @@ class Landing:
         inner = math.prod(shape[axis + 1 :]) * self._view.itemsize
         rows = self._view.reshape(math.prod(shape[:axis]), -1).view(np.uint8)
         first, last = start * inner, (lengths[axis] if stop is None else stop) * inner
-        most = PIECE_BESIDE if self._beside else PIECE
+        most = self._piece
         scratch = np.empty(min(most, beyond * inner), np.uint8)
         batch: list[memoryview] = []
         size = 0

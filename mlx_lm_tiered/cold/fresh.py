@@ -24,15 +24,15 @@ _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
-def fresh(shape: tuple[int, ...], dtype: mx.Dtype, beside: bool = False) -> mx.array:
+def fresh(shape: tuple[int, ...], dtype: mx.Dtype, filled: bool = False) -> mx.array:
     """A new evaluated array. What it holds is not defined, like C's ``malloc``; write all of it before anything reads it.
 
-    `beside` says that this thread is not the generation thread. Then the memory is
-    filled: whoever answers mlx's reads needs the interpreter, and the generation
-    thread keeps that while it waits for all of mlx's streams (``mx.clear_cache``,
-    which upstream calls after each chunk of a prefill), so both would wait for ever.
+    Any thread but the generation thread must have it `filled`: whoever answers mlx's
+    reads needs the interpreter, and the generation thread keeps that while it waits for
+    all of mlx's streams (``mx.clear_cache``, which upstream calls after each chunk of a
+    prefill), so both would wait for ever.
     """
-    if beside or not _can_load():
+    if filled or not leaves_unfilled():
         array = mx.zeros(shape, dtype=dtype, stream=mx.cpu)
     else:
         array = _unfilled(shape, dtype.size)
@@ -129,7 +129,7 @@ def _unfilled(shape: tuple[int, ...], itemsize: int) -> mx.array:
 
 
 @cache
-def _can_load() -> bool:
+def leaves_unfilled() -> bool:
     """Whether this mlx takes memory for `mx.load` as we expect: tried once. On CUDA memory is not the processor's own, and nobody has tried."""
     if _cuda():
         return False

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import xxhash
 
-from .arrays import Landing, capacities
+from .arrays import Landing, capacities, piece_beside
 from .checking import BadEntry
 from .files import EntryFile, opened
 from .fresh import ask_for_huge_pages
@@ -76,21 +76,29 @@ class Assembly:
     """The arrays of an entry: allocated, filled from the files of its chain in any order, then finished.
 
     `fill` reads with several threads; `allocation` and `filling` do their work piece
-    by piece, on any one, `beside` the generation thread. Memory: the arrays, and on CUDA one tensor more.
+    by piece, `beside` decoding: the first on the generation thread, or with `filled` memory on
+    any one, the second on any one. Memory: the arrays, and on CUDA one tensor more.
     """
 
-    def __init__(self, meta: Meta, beside: bool = False):
+    def __init__(self, meta: Meta, beside: bool = False, filled: bool = False):
         self._meta = meta
         self._beside = beside
+        self._filled = filled
         self._specs = meta.whole
         self._landings: list[Landing] = []
         self._settled = False
 
     def allocation(self) -> Iterator[int]:
         """Make the arrays, one a piece; gives 0 for each."""
+        piece = piece_beside(sum(spec.nbytes for spec in self._specs)) if self._beside else None
         for spec, shape in zip(self._specs, capacities(self._specs), strict=True):
-            self._landings.append(Landing(spec, shape, self._beside))
+            self._landings.append(Landing(spec, shape, piece, self._filled))
             yield 0
+
+    @property
+    def allocated(self) -> bool:
+        """Whether all arrays are made."""
+        return len(self._landings) == len(self._specs)
 
     def fill(self, reader: EntryReader, until: int, verify: bool) -> None:
         """Take what the entry needs from one file: its tokens before `until`. Raises BadEntry, first for tensors that are not those of the entry."""
@@ -106,8 +114,8 @@ class Assembly:
         """What the entry needs from one file: the place and number of each tensor, and its tokens as for `Landing.runs`."""
         if not self._settled:
             self._settled = True
-            # Beside the generation thread all of it was filled when it was made, and to replace pages then
-            # takes milliseconds in which the system lets no thread of the process have new memory.
+            # Beside decoding the system may not stop for it: to make and to replace huge pages
+            # takes milliseconds in which no thread of the process gets new memory.
             if not self._beside:
                 ask_for_huge_pages([landing.memory for landing in self._landings])
         meta = reader.header.meta

@@ -52,6 +52,7 @@ class Restore:
         self._entry = entry
         self._checking = checking
         self._used = used
+        self.allocated = False  # whether all memory is made
         self._assembly: Assembly | None = None
         self._meta: Meta | None = None
         self._status: os.stat_result | None = None
@@ -59,17 +60,18 @@ class Restore:
 
     def read(self) -> None:
         """Read everything at once, as fast as it goes. Generation thread only. Raises like `steps`."""
-        for _ in self._run(False):
+        for _ in self._run(False, False):
             pass
 
-    def steps(self) -> Iterator[int]:
-        """Read everything, piece by piece, on any one thread; gives the bytes of each piece. Closing the iterator gives up.
+    def steps(self, filled: bool = True) -> Iterator[int]:
+        """Read everything, piece by piece; gives the bytes of each piece, 0 for memory that was made. Closing the iterator gives up.
 
-        Raises Damaged, Lost, OSError, and what mlx raises when memory is short.
+        On any one thread; but unless memory is to be `filled`, on the generation thread
+        until `allocated` is true. Raises Damaged, Lost, OSError, and what mlx raises when memory is short.
         """
-        return self._run(True)
+        return self._run(True, filled)
 
-    def _run(self, pieces: bool) -> Iterator[int]:
+    def _run(self, pieces: bool, filled: bool) -> Iterator[int]:
         checking = self._checking
         with open_chain(self._entry) as links:
             readers = [reader for _, reader, _ in links]
@@ -79,8 +81,10 @@ class Restore:
             with _blaming(self._entry, status):
                 for reader in readers[:-1]:
                     shared(meta, reader.header.meta)  # before anything is allocated: so all its bytes are in the files
-                assembly = Assembly(meta, beside=pieces)
-                yield from assembly.allocation()
+                assembly = Assembly(meta, pieces, filled)
+                for made in assembly.allocation():
+                    self.allocated = assembly.allocated
+                    yield made
             for one, reader, until in links:
                 with _blaming(one, reader.status):
                     if pieces:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 
 from .catalog import ColdEntry
@@ -21,7 +21,9 @@ logger = logging.getLogger("mlx_lm_tiered")
 # through the memory that decoding is bound by; the time that a disk takes is free. Where there
 # are few cores mlx computes on all of them, and what a restore takes is taken from decoding.
 SHARE = 0.25
-SHARE_OF_EACH = 0.05
+SHARE_OF_EACH = 0.03
+# Files that an entry may have for the generation thread to open them and make its memory, which takes milliseconds.
+FEW_FILES = 8
 LEAST = 0.001  # seconds: shorter pauses are saved up, as each is a turn of the interpreter that decoding needs
 # Files that restores hold open together, but for one with more of its own: connections need descriptors, too, and macOS gives a process 256.
 MAX_FILES = 96
@@ -51,11 +53,16 @@ class Restoring:
             self._seconds += time.perf_counter() - started
             self.failed = False
 
-    def steps(self) -> Iterator[int]:
-        """Read piece by piece; gives the bytes of each (0: made a buffer)."""
+    @property
+    def allocated(self) -> bool:
+        """Whether all memory is made."""
+        return self._read.allocated
+
+    def steps(self, filled: bool = True) -> Generator[int, None, None]:
+        """Read piece by piece, on the threads of `Restore.steps`; gives the bytes of each (0: made a buffer)."""
         with self._forgiving():
             started = time.perf_counter()
-            for size in self._read.steps():
+            for size in self._read.steps(filled):
                 self._seconds += time.perf_counter() - started
                 yield size
                 started = time.perf_counter()
@@ -82,7 +89,7 @@ class Ticket:
         self.restoring = restoring
         self.done = False
         self.cancelled = False
-        self.steps = restoring.steps()
+        self.steps: Generator[int, None, None] = (size for size in ())  # once it is its turn
 
 
 class Restorer:
@@ -93,7 +100,10 @@ class Restorer:
     larger goes alone; the others wait in order. Where `spare()`, the bytes that memory has
     left, is too little, they go one by one. A restore is in flight until `release`: what was
     read is memory until a request has it. `open` makes a restore, `decoding` tells
-    whether to go slowly, `ready` is called whenever one is done.
+    whether to go slowly, `ready` is called whenever one is done. `start` is the generation
+    thread's. Where that `computes_here`, on the same cores, it makes the memory of what may
+    begin at once: it can do so without filling it, and the reader's share of the cores is better
+    spent on reading.
     """
 
     def __init__(
@@ -103,12 +113,14 @@ class Restorer:
         ready: Callable[[], None],
         max_bytes: int,
         spare: Callable[[], float] = lambda: math.inf,
+        computes_here: Callable[[], bool] = lambda: False,
     ):
         self._open = open_
         self._decoding = decoding
         self._ready = ready
         self._max_bytes = max_bytes
         self._spare = spare
+        self._computes_here = computes_here
         self._condition = threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._turns: deque[Ticket] = deque()
@@ -120,11 +132,11 @@ class Restorer:
         self._thread: threading.Thread | None = None
 
     def start(self, entry: ColdEntry) -> Ticket:
-        """Have an entry read."""
+        """Have an entry read. Generation thread only."""
         ticket = Ticket(entry, self._open(entry))
         with self._condition:
             self._waiting.append(ticket)
-            self._admit()
+            self._admit(makes_memory=self._computes_here())
             if self._thread is None and not self._closing:
                 self._thread = threading.Thread(target=self._run, name="mlx-lm-tiered-reader", daemon=True)
                 self._thread.start()
@@ -167,8 +179,8 @@ class Restorer:
 
     # Inside
 
-    def _admit(self) -> None:
-        """Begin what may begin. Call with the condition held."""
+    def _admit(self, makes_memory: bool = False) -> None:
+        """Begin what may begin; on the generation thread it may make memory, too. Call with the condition held."""
         while self._waiting:
             ticket = self._waiting[0]
             chain = ticket.entry.chain
@@ -180,6 +192,10 @@ class Restorer:
                 return
             self._waiting.popleft()
             self._held[ticket] = size
+            here = makes_memory and len(chain) <= FEW_FILES
+            ticket.steps = ticket.restoring.steps(filled=not here)
+            while here and not ticket.restoring.allocated and self._piece(ticket) is not None:
+                continue
             self._turns.append(ticket)
             self._counts["started"] += 1
             self._condition.notify_all()
@@ -207,12 +223,7 @@ class Restorer:
         if ticket.cancelled:
             return False
         wall, cpu = time.perf_counter(), time.thread_time()
-        try:
-            size = next(ticket.steps, None)
-        except Exception as error:  # whatever happens to one restore, the next is read
-            ticket.restoring.failed = True
-            logger.warning("SSD cache: a restore failed: %s: %s", type(error).__name__, error)
-            return False
+        size = self._piece(ticket)
         if size is None:
             return False
         # mlx makes a buffer on a thread of its own.
@@ -224,6 +235,15 @@ class Restorer:
                 time.sleep(min(pause, PAUSE))
                 pause -= PAUSE
         return True
+
+    def _piece(self, ticket: Ticket) -> int | None:
+        """The next piece's bytes; None when all is read, or reading failed."""
+        try:
+            return next(ticket.steps, None)
+        except Exception as error:  # whatever happens to one restore, the next is read
+            ticket.restoring.failed = True
+            logger.warning("SSD cache: a restore failed: %s: %s", type(error).__name__, error)
+            return None
 
     def _end(self, ticket: Ticket) -> None:
         ticket.steps.close()

@@ -30,7 +30,7 @@ def test_fresh_memory_is_the_arrays_own(dtype):
 
 
 def test_the_room_behind_the_tokens_is_empty_whatever_the_memory_held(tmp_path, monkeypatch):
-    def poisoned(shape, dtype, beside=False):
+    def poisoned(shape, dtype, filled=False):
         array = mx.full(shape, float("nan"), dtype=dtype)
         mx.eval(array)
         return array
