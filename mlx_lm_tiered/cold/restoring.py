@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -28,7 +27,6 @@ LEAST = 0.001  # seconds: shorter pauses are saved up, as each is a turn of the 
 # Files that restores hold open together, but for one with more of its own: connections need descriptors, too, and macOS gives a process 256.
 MAX_FILES = 96
 PAUSE = 0.05  # seconds, the longest: after it, look whether rows still decode
-NICENESS = 10  # of the reading thread: where cores are short, decoding comes first
 
 
 class Restoring:
@@ -201,7 +199,6 @@ class Restorer:
             self._condition.notify_all()
 
     def _run(self) -> None:
-        _make_way()
         while True:
             with self._condition:
                 while not self._turns and not self._closing:
@@ -254,15 +251,6 @@ class Restorer:
                 self._held.pop(ticket, None)
             self._admit()
         self._ready()
-
-
-def _make_way() -> None:
-    """Make the calling thread, and those that it starts, yield to others. Linux alone has this for a thread."""
-    if sys.platform == "linux":
-        try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-        except OSError as error:
-            logger.debug("SSD cache: the reading thread keeps its priority: %s", error)
 
 
 def _cores() -> int:
