@@ -13,14 +13,15 @@ import mlx.core as mx
 
 from ..schemes.convert import leaves
 from .affine import KINDS as AFFINE
-from .affine import SingleAffineKind
 from .attention import ChunkedKind, ConcatenateKind, PlainKind
 from .batch import BatchKind, BatchRotatingKind
 from .kind import Dump, InconsistentLength, Kind, Tensor, UnknownCacheClass, kind_of, kinds, register
+from .lockstep import SingleKind
 from .nested import ListKind, all_can_cut, check_depth, common_length, dump_all, lend_all, load_all
 from .quantized import QuantizedKind
 from .recurrent import ArraysKind, LayerKind
 from .rotating import RotatingKind
+from .turbo import KINDS as TURBO
 
 __all__ = [
     "Dump", "Dumped", "InconsistentLength", "Kind", "Tensor", "UnknownCacheClass", "can_cut", "check", "dump", "kind_of",
@@ -29,7 +30,7 @@ __all__ = [
 
 for _kind in (
     PlainKind(), RotatingKind(), QuantizedKind(), ArraysKind(), ChunkedKind(), ListKind(), ConcatenateKind(), BatchKind(),
-    BatchRotatingKind(), LayerKind(), *AFFINE,
+    BatchRotatingKind(), LayerKind(), *AFFINE, *TURBO,
 ):  # fmt: skip
     register(_kind)
 
@@ -71,7 +72,7 @@ def can_cut(caches: Sequence[Any], n: int) -> bool:
 
 def quantized(caches: Sequence[Any]) -> bool:
     """Whether a scheme has quantized what it quantizes of them."""
-    return any(isinstance(kind_of(leaf), SingleAffineKind) for leaf in leaves(caches))
+    return any(isinstance(kind_of(leaf), SingleKind) for leaf in leaves(caches))
 
 
 def stay_cuttable(caches: Sequence[Any]) -> bool:

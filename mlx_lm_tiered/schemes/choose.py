@@ -29,8 +29,8 @@ def choose(asked: Spec | None, invocation: Invocation) -> Spec:
         args.kv_bits = None
     if spec.plain:
         return spec
-    if spec.start > 0 and getattr(args, "draft_model", None):
-        advice = "add --quantized-kv-start 0" if bits is not None else f"use affine:{spec.affine}"
+    if spec.form is not None and spec.start > 0 and getattr(args, "draft_model", None):
+        advice = "add --quantized-kv-start 0" if bits is not None else f"use {spec.form.word}:{spec.form}"
         raise UsageError(f"{spec.origin} {spec} with --draft-model cannot begin at token {spec.start}, where drafts would be cut; {advice}")
     if spec.path is not None:
         _checked(spec, layers.read, spec.path)

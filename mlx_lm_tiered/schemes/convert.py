@@ -9,12 +9,27 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
 
-from .caches import BatchQuantizedKVCache, BatchRotatingQuantizedKVCache, Quantized, QuantizedKVCache, RotatingQuantizedKVCache
+from .caches import BatchQuantizedKVCache, BatchRotatingQuantizedKVCache, QuantizedKVCache, RotatingQuantizedKVCache
+from .lockstep import Lockstep
 from .mixed import Group, MixedBatch, groups_of, rows_of
-from .spec import Affine
+from .spec import Affine, Form, Turbo
+from .turbo import BatchTurboQuantKVCache, TurboQuantKVCache
 
-SINGLE: dict[type, type] = {KVCache: QuantizedKVCache, RotatingKVCache: RotatingQuantizedKVCache}
-BATCH: dict[type, type] = {BatchKVCache: BatchQuantizedKVCache, BatchRotatingKVCache: BatchRotatingQuantizedKVCache}
+_SINGLE: dict[type, dict[type, type]] = {
+    Affine: {KVCache: QuantizedKVCache, RotatingKVCache: RotatingQuantizedKVCache},
+    Turbo: {KVCache: TurboQuantKVCache},
+}
+_BATCH: dict[type, dict[type, type]] = {
+    Affine: {BatchKVCache: BatchQuantizedKVCache, BatchRotatingKVCache: BatchRotatingQuantizedKVCache},
+    Turbo: {BatchKVCache: BatchTurboQuantKVCache},
+}
+# Elements of keys and values that are encoded at once when a cache is converted: TurboQuant takes up to nine times their fp32 beside it.
+PIECE = 1 << 21
+
+
+def target(cache: Any, form: Form) -> type | None:
+    """The class that one request's cache has under a form; None where it stays as it is."""
+    return _SINGLE[type(form)].get(type(cache))
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[Any]:
@@ -34,25 +49,26 @@ def mapped(cache: Any, change: Callable[[Any], Any]) -> Any:
     return change(cache)
 
 
-def fresh(cache: Any, affine: Affine) -> Any:
-    """The quantized form of an empty cache; caches without one are returned as they are."""
+def fresh(cache: Any, form: Form) -> Any:
+    """The form of an empty cache; caches that have none are returned as they are."""
 
     def change(leaf: Any) -> Any:
-        if type(leaf) is KVCache:
-            return QuantizedKVCache(bits=affine.bits, group_size=affine.group_size)
-        if type(leaf) is RotatingKVCache:
-            return RotatingQuantizedKVCache(leaf.max_size, leaf.keep, bits=affine.bits, group_size=affine.group_size)
-        return leaf
+        found = target(leaf, form)
+        return leaf if found is None else found.of([copy.copy(leaf) for _ in found.names], form)  # type: ignore[attr-defined]
 
     return mapped(cache, change)
 
 
-def fits(cache: Any, affine: Affine) -> bool:
-    """Whether a cache that holds tokens can be quantized: its head dimensions are whole groups."""
-    return cache.keys is not None and not any(side.shape[3] % affine.group_size for side in (cache.keys, cache.values))
+def unfit(cache: Any, form: Form) -> str | None:
+    """Why a cache that holds tokens cannot be converted, or None."""
+    return next((reason for side in (cache.keys, cache.values) if (reason := form.unfit(side.shape[3]))), None)
 
 
-def convert(caches: Sequence[Any], affine: Affine, start: int) -> int:
+def _fits(cache: Any, form: Form) -> bool:
+    return cache.keys is not None and unfit(cache, form) is None
+
+
+def convert(caches: Sequence[Any], form: Form, start: int) -> int:
     """Quantize one request's plain caches that hold `start` tokens or more; how many.
 
     The objects stay the same ones, under another class: whoever holds them, in a
@@ -61,23 +77,23 @@ def convert(caches: Sequence[Any], affine: Affine, start: int) -> int:
     """
     done = 0
     for cache in leaves(caches):
-        target = SINGLE.get(type(cache))
-        if target is None or cache.offset < max(1, start) or not fits(cache, affine):
+        found = target(cache, form)
+        if found is None or cache.offset < max(1, start) or not _fits(cache, form):
             continue
-        quantized = _quantized(cache, target, affine)
+        quantized = _quantized(cache, found, form)
         quantized.minimum_reusable_offset = cache.offset
-        cache.__class__ = target
+        cache.__class__ = found
         cache.__dict__ = quantized.__dict__
         mx.eval(cache.keys, cache.values)
         done += 1
     return done
 
 
-def convert_rows(caches: list[Any], rows: Sequence[int], affine: Affine) -> None:
+def convert_rows(caches: list[Any], rows: Sequence[int], form: Form) -> None:
     """Quantize rows of a batch's caches, in the list. One layer at a time."""
 
     def change(cache: Any) -> Any:
-        changed = _convert_rows(cache, rows, affine)
+        changed = _convert_rows(cache, rows, form)
         if changed is not cache:
             mx.eval(changed.state)
         return changed
@@ -86,19 +102,20 @@ def convert_rows(caches: list[Any], rows: Sequence[int], affine: Affine) -> None
         caches[place] = mapped(caches[place], change)
 
 
-def _convert_rows(cache: Any, rows: Sequence[int], affine: Affine) -> Any:
-    if type(cache) not in BATCH and not isinstance(cache, MixedBatch):
+def _convert_rows(cache: Any, rows: Sequence[int], form: Form) -> Any:
+    targets = _BATCH[type(form)]
+    if type(cache) not in targets and not isinstance(cache, MixedBatch):
         return cache
     groups = groups_of(cache)
-    plain = next((group for group in groups if type(group.cache) in BATCH), None)
-    if plain is None or not fits(plain.cache, affine):
+    plain = next((group for group in groups if type(group.cache) in targets), None)
+    if plain is None or not _fits(plain.cache, form):
         return cache
     moving = [place for place, row in enumerate(plain.rows) if row in rows]
     staying = [place for place, row in enumerate(plain.rows) if row not in rows]
     if not moving:
         return cache
     _in_order(groups)
-    moved = _quantized(_pick(plain.cache, moving), BATCH[type(plain.cache)], affine)
+    moved = _quantized(_pick(plain.cache, moving), targets[type(plain.cache)], form)
     moved.bounds = moved.offset.tolist()
     result = [Group([plain.rows[place] for place in moving], moved)]
     if staying:
@@ -130,15 +147,29 @@ def _pick(cache: Any, places: list[int]) -> Any:
     return picked
 
 
-def _quantized(cache: Any, target: type, affine: Affine) -> Quantized:
-    """A plain cache's contents, slot for slot, in the quantized class; its position and fields are the same."""
-    sides = [mx.quantize(side, group_size=affine.group_size, bits=affine.bits) for side in (cache.keys, cache.values)]
+def _quantized(cache: Any, target: type, form: Form) -> Lockstep:
+    """A plain cache's contents, slot for slot, in the class of the form; its position and fields are the same."""
     parts = []
-    for keys, values in zip(*sides, strict=True):
+    for keys, values in _encoded(cache.keys, cache.values, target, form):
         part = copy.copy(cache)
         part.keys, part.values = keys, values
         if hasattr(cache, "left_padding"):
             # mlx-lm adds to these in place, in each part.
             part.offset, part.left_padding = cache.offset[...], cache.left_padding[...]
         parts.append(part)
-    return target.of(parts, affine.bits, affine.group_size)
+    made = target.of(parts, form)  # type: ignore[attr-defined]
+    made.adopt(cache)
+    return made
+
+
+def _encoded(keys: mx.array, values: mx.array, target: type, form: Form) -> list[tuple[mx.array, mx.array]]:
+    slots = keys.shape[2]
+    step = max(1, PIECE * slots // (keys.size + values.size))
+    pieces = []
+    for at in range(0, slots, step):
+        pieces.append(target.encode(form, *(side[:, :, at : at + step] for side in (keys, values))))  # type: ignore[attr-defined]
+        mx.eval(pieces[-1])
+    if len(pieces) == 1:
+        return pieces[0]
+    columns = zip(*pieces, strict=True)
+    return [tuple(mx.concatenate(side, axis=2) for side in zip(*column, strict=True)) for column in columns]  # type: ignore[misc]

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .spec import Affine, Spec
+from .spec import Affine, Form, Spec, Turbo
 
 FILE = "kv_config.json"
 LARGEST_FILE = 1 << 20
@@ -58,10 +58,10 @@ def _affine(path: Path, index: int, entry: Mapping[str, Any]) -> Affine:
         raise ValueError(f"{path}: layer {index}: {error}") from None
 
 
-def for_model(spec: Spec, path: Path | None) -> dict[int, Affine] | Affine | None:
+def for_model(spec: Spec, path: Path | None) -> dict[int, Affine] | Form | None:
     """What a scheme asks for: of single caches, of all, or of none. Raises ValueError."""
     if not spec.config:
-        return spec.affine
+        return spec.form
     if spec.path is None and path is None:
         raise ValueError(f"there is no {FILE} beside a model that has no directory; name the file with config:PATH")
     return read(spec.path if spec.path is not None else Path(path or "") / FILE)
@@ -79,12 +79,12 @@ def check(spec: Spec, path: Path) -> None:
     if type(caches) is not int:
         return
     caches -= config.get("num_kv_shared_layers") or 0
-    for index, affine in asked.items() if isinstance(asked, dict) else enumerate([asked] * caches):
+    for index, form in asked.items() if isinstance(asked, dict) else enumerate([asked] * caches):
         if not 0 <= index < caches:
             raise ValueError(f"layer {index} is out of range: {path.name} has KV for layers 0 to {caches - 1}")
-        dim = None if affine is None else _head_dim(config, index)
-        if affine is not None and dim is not None and dim % affine.group_size:
-            raise ValueError(f"layer {index}: heads of {dim} cannot be cut into groups of {affine.group_size}{_smaller(dim)}")
+        dim = None if form is None or _stays(config, index, form) else _head_dim(config, index)
+        if form is not None and dim is not None and (reason := form.unfit(dim)):
+            raise ValueError(f"layer {index}: {reason}")
 
 
 def _head_dim(config: Mapping[str, Any], index: int) -> int | None:
@@ -116,6 +116,7 @@ def _default_head_dim(model_type: Any) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _smaller(dim: int) -> str:
-    fitting = [group for group in (128, 64, 32) if dim % group == 0]
-    return f"; use {fitting[0]}" if fitting else ""
+def _stays(config: Mapping[str, Any], index: int, form: Form) -> bool:
+    """Whether the configuration tells that a form leaves a layer as it is."""
+    kinds = config.get("layer_types")
+    return isinstance(form, Turbo) and isinstance(kinds, list) and index < len(kinds) and kinds[index] != "full_attention"

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, _BaseCache
 
-from .caches import Quantized
+from .lockstep import Lockstep
 
 
 @dataclass
@@ -63,7 +63,7 @@ class MixedBatch(_BaseCache):
 
     def __init__(self, groups: list[Group]):
         self.groups = groups
-        self.bits, self.group_size = next((g.cache.bits, g.cache.group_size) for g in groups if isinstance(g.cache, Quantized))
+        self.bits, self.group_size = next((g.cache.bits, g.cache.group_size) for g in groups if isinstance(g.cache, Lockstep))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Rows, Rows]:
         fetched = []
@@ -192,8 +192,8 @@ def align(caches: Sequence[Any]) -> None:
 
 def _shapes(cache: Any) -> list[tuple[int, int, mx.Dtype]]:
     """Heads, dimension and type of a cache's keys and values before they are quantized."""
-    if isinstance(cache, Quantized):
-        return [(scales.shape[1], scales.shape[3] * cache.group_size, scales.dtype) for _, scales, _ in (cache.keys, cache.values)]
+    if isinstance(cache, Lockstep):
+        return cache.shapes()
     return [(side.shape[1], side.shape[3], side.dtype) for side in (cache.keys, cache.values)]
 
 

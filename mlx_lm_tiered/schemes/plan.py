@@ -11,16 +11,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from .convert import SINGLE, fits, fresh, leaves
+from .convert import fresh, leaves, target, unfit
 from .cost import Layer, Type, window_of
-from .spec import Affine
+from .spec import Affine, Form
 
 
 @dataclass(frozen=True)
 class Plan:
     """A scheme for the caches that a model makes, in their order; None for those that stay as they are. `layers` has what each costs."""
 
-    affine: tuple[Affine | None, ...]
+    forms: tuple[Form | None, ...]
     layers: tuple[tuple[Layer, ...], ...]
     start: int = 0
 
@@ -36,21 +36,30 @@ class Plan:
                 found[layer.type] += int(layer.bytes_at(tokens))
         return found
 
+    @property
+    def left(self) -> int:
+        """How many caches with keys and values stay in full precision although the scheme is for all."""
+        asked = (layers for form, layers in zip(self.forms, self.layers, strict=True) if form is not None)
+        return sum(layer.quantized is None and layer.per_token > 0 for layers in asked for layer in layers)
 
-def make(model: Any, caches: Sequence[Any], asked: dict[int, Affine] | Affine | None, start: int) -> Plan:
+
+def make(model: Any, caches: Sequence[Any], asked: dict[int, Affine] | Form | None, start: int) -> Plan:
     """The plan for a model, whose fresh `caches` stay unused. Raises ValueError with one sentence that names the layer."""
     if isinstance(asked, dict):
         if beyond := sorted(index for index in asked if not 0 <= index < len(caches)):
             raise ValueError(f"layer {beyond[0]} is out of range: the model makes caches 0 to {len(caches) - 1}")
-        affine = tuple(asked.get(index) for index in range(len(caches)))
+        forms: tuple[Form | None, ...] = tuple(asked.get(index) for index in range(len(caches)))
     else:
-        affine = tuple(asked for _ in caches)
+        forms = tuple(asked for _ in caches)
     probe = copy.deepcopy(list(caches))
     _run(model, probe, 2)
-    for index, (cache, wanted) in enumerate(zip(probe, affine, strict=True)):
+    for index, (cache, wanted) in enumerate(zip(probe, forms, strict=True)):
         if wanted is not None:
             _check(index, cache, wanted, listed=isinstance(asked, dict))
-    plan = Plan(affine, tuple(tuple(_measure(leaf, to, start) for leaf in leaves([cache])) for cache, to in zip(probe, affine, strict=True)), start)
+    layers = tuple(tuple(_measure(leaf, form, start) for leaf in leaves([cache])) for cache, form in zip(probe, forms, strict=True))
+    plan = Plan(forms, layers, start)
+    if plan.left and not any(layer.quantized for each in layers for layer in each):
+        raise ValueError("none of its layers has full attention")
     trial = apply(plan, copy.deepcopy(list(caches)))
     try:
         _run(model, trial, 2)
@@ -62,7 +71,7 @@ def make(model: Any, caches: Sequence[Any], asked: dict[int, Affine] | Affine | 
 
 def apply(plan: Plan, caches: list[Any]) -> list[Any]:
     """Fresh caches in the classes that the plan says, whatever its start."""
-    return [cache if affine is None else fresh(cache, affine) for cache, affine in zip(caches, plan.affine, strict=True)]
+    return [cache if form is None else fresh(cache, form) for cache, form in zip(caches, plan.forms, strict=True)]
 
 
 def _run(model: Any, caches: list[Any], tokens: int) -> None:
@@ -70,25 +79,21 @@ def _run(model: Any, caches: list[Any], tokens: int) -> None:
     mx.eval(logits, [cache.state for cache in caches])
 
 
-def _check(index: int, cache: Any, wanted: Affine, *, listed: bool) -> None:
-    able = [leaf for leaf in leaves([cache]) if type(leaf) in SINGLE and leaf.keys is not None]
+def _check(index: int, cache: Any, wanted: Form, *, listed: bool) -> None:
+    able = [leaf for leaf in leaves([cache]) if target(leaf, wanted) is not None and leaf.keys is not None]
     if listed and not able:
         raise ValueError(f"layer {index} keeps a {type(cache).__name__}, of which there is no quantized form")
     for leaf in able:
-        if not fits(leaf, wanted):
-            dims = sorted({leaf.keys.shape[3], leaf.values.shape[3]})
-            raise ValueError(f"layer {index}: heads of {' and '.join(map(str, dims))} cannot be cut into groups of {wanted.group_size}")
+        if reason := unfit(leaf, wanted):
+            raise ValueError(f"layer {index}: {reason}")
 
 
-def _measure(cache: Any, affine: Affine | None, start: int) -> Layer:
+def _measure(cache: Any, form: Form | None, start: int) -> Layer:
     if isinstance(cache, ArraysCache):
         return Layer(constant=cache.nbytes)
-    keys = getattr(cache, "keys", None)
-    if keys is None:
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if keys is None or values is None:
         return Layer()
-    width = keys.shape[1] * keys.shape[3] + cache.values.shape[1] * cache.values.shape[3]
-    size, quantized = keys.dtype.size, None
-    if affine is not None and type(cache) in SINGLE:
-        # A scale and a bias a group, in the model's own type.
-        quantized = width * (affine.bits / 8 + 2 * size / affine.group_size)
-    return Layer(width * size, window_of(cache), quantized=quantized, start=start if quantized is not None else 0)
+    widths, size = [side.shape[1] * side.shape[3] for side in (keys, values)], keys.dtype.size
+    quantized = form.nbytes(*widths, size) if form is not None and target(cache, form) is not None else None
+    return Layer(sum(widths) * size, window_of(cache), quantized=quantized, start=start if quantized is not None else 0)

@@ -13,10 +13,10 @@ from typing import Any
 from ..kernels.choice import Kernels
 from ..statistics import Statistics
 from . import attention, mixed, plan
-from .convert import SINGLE, convert, convert_rows, leaves
+from .convert import convert, convert_rows, leaves, target
 from .layers import for_model
 from .plan import Plan
-from .spec import Affine, Spec
+from .spec import Affine, Form, Spec
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -32,7 +32,7 @@ class Scheme:
         self._statistics = statistics
         self._kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text))
         self.conversions = 0
-        self._read: dict[Path | None, dict[int, Affine] | Affine | ValueError | None] = {}
+        self._read: dict[Path | None, dict[int, Affine] | Form | ValueError | None] = {}
         self.plans: dict[Path | None, Plan | None] = {}  # the latest of each model, by directory; None where the scheme is off
 
     def name(self, path: Path | None) -> str:
@@ -40,7 +40,7 @@ class Scheme:
         if self.plans.get(path, True) is None:
             return "plain"
         if not self.spec.config:
-            return "plain" if self.spec.affine is None else f"affine:{self.spec.affine}@{self.start}"
+            return "plain" if self.spec.form is None else f"{self.spec.form.key}@{self.start}"
         layers = self._asked(path)
         if isinstance(layers, ValueError):
             return "plain"
@@ -50,7 +50,7 @@ class Scheme:
     def caches(self, model: Any, path: Path | None, caches: list[Any]) -> list[Any]:
         """A model's fresh caches as the scheme has them; under a start above 0 they begin as they are."""
         found = self._plan(model, path, caches)
-        if found is None or self.start > 0 or len(found.affine) != len(caches):
+        if found is None or self.start > 0 or len(found.forms) != len(caches):
             return caches
         return plan.apply(found, caches)
 
@@ -60,17 +60,18 @@ class Scheme:
 
     def due(self, caches: Sequence[Any]) -> bool:
         """Whether some cache of a request is plain and holds `start` tokens or more."""
-        return self.start > 0 and any(type(c) in SINGLE and c.offset >= self.start for c in leaves(caches))
+        form = self.spec.form
+        return form is not None and self.start > 0 and any(target(c, form) and c.offset >= self.start for c in leaves(caches))
 
     def convert(self, caches: list[Any]) -> None:
         """Quantize one request's caches that are due, in place."""
-        if self.spec.affine is not None and self.due(caches) and convert(caches, self.spec.affine, self.start):
+        if self.spec.form is not None and self.due(caches) and convert(caches, self.spec.form, self.start):
             self.conversions += 1
 
     def convert_rows(self, caches: list[Any], rows: Sequence[int]) -> None:
         """Quantize rows of a batch that hold exactly `start` tokens, in the list."""
-        if self.spec.affine is not None:
-            convert_rows(caches, rows, self.spec.affine)
+        if self.spec.form is not None:
+            convert_rows(caches, rows, self.spec.form)
             self.conversions += len(rows)
 
     def merge(self, rows: Sequence[list[Any]]) -> list[Any] | None:
@@ -120,7 +121,7 @@ class Scheme:
             "bytes_per_1000_tokens": {path.name: found.bytes_at(1000) for path, found in self.plans.items() if path and found is not None},
         }
 
-    def _asked(self, path: Path | None) -> dict[int, Affine] | Affine | ValueError | None:
+    def _asked(self, path: Path | None) -> dict[int, Affine] | Form | ValueError | None:
         """What is asked for a model, read once: were its file changed meanwhile, entries would be named after what they are not."""
         if path not in self._read:
             try:
@@ -141,6 +142,8 @@ class Scheme:
             found = plan.make(model, caches, asked, self.start) if asked else None
         except ValueError as error:
             self._statistics.fault("kv_scheme", f"{self.spec.origin} {self.spec} is off for {path or 'this model'}: {error}")
+        if found is not None and found.left:
+            logger.warning("%s %s: %d caches of %s are not of full attention and stay as they are", self.spec.origin, self.spec, found.left, path or "this model")
         if hasattr(model, "__dict__"):
             # Not through nn.Module's own __setattr__, which would make it a member of the model.
             object.__setattr__(model, _ATTRIBUTE, (self, found))

@@ -24,12 +24,13 @@ from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.schemes.caches import (
     BatchQuantizedKVCache,
     BatchRotatingQuantizedKVCache,
-    Quantized,
     RotatingQuantizedKVCache,
 )
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache as OurQuantizedKVCache
 from mlx_lm_tiered.schemes.convert import convert
-from mlx_lm_tiered.schemes.spec import Affine
+from mlx_lm_tiered.schemes.lockstep import Lockstep
+from mlx_lm_tiered.schemes.spec import Affine, Turbo
+from mlx_lm_tiered.schemes.turbo import BatchTurboQuantKVCache, TurboQuantKVCache
 
 HEADS, DIM = 2, 64
 
@@ -91,7 +92,7 @@ def advance(cache: Any, n: int, seed: int) -> list[Any]:
 
 def _visible(cache: Any, fetched: Any) -> Any:
     """Without what lies in the left padding: no mask shows it, and upstream rolls slack in there."""
-    if isinstance(cache, BatchQuantizedKVCache):
+    if isinstance(cache, (BatchQuantizedKVCache, BatchTurboQuantKVCache)):
         shown = (mx.arange(fetched[0][0].shape[2]) >= cache.left_padding[:, None])[:, None, :, None]
         return [[mx.where(shown, a, mx.array(0, a.dtype)) for a in side] for side in fetched]
     if not isinstance(cache, BatchKVCache):
@@ -104,7 +105,10 @@ def _next(cache: Any, n: int, seed: int) -> tuple[mx.array, mx.array]:
     rows = cache.left_padding.shape[0] if hasattr(cache, "left_padding") else 1
     if cache.keys is None:
         shape, key_dim, value_dim, dtype = (rows, HEADS, n), DIM, DIM, mx.float32
-    elif isinstance(cache, (QuantizedKVCache, Quantized)):
+    elif isinstance(cache, Lockstep):
+        (heads, key_dim, dtype), (_, value_dim, _) = cache.shapes()
+        shape = (cache.keys[0].shape[0], heads, n)
+    elif isinstance(cache, QuantizedKVCache):
         shape = (*cache.keys[1].shape[:2], n)
         key_dim, value_dim = (t[1].shape[3] * cache.group_size for t in (cache.keys, cache.values))
         dtype = cache.keys[1].dtype
@@ -144,6 +148,19 @@ def affine(make: Any, *chunks: int, bit_count: int = 4, rows: int = 1, dtype: mx
     cache = fill(make(), at, dtype=dtype)
     convert([cache], Affine(bit_count, 32), at)
     return fill(cache, *chunks, dtype=dtype)
+
+
+def turbo(make: Any, *chunks: int, form: Turbo = Turbo(8, 3), rows: int = 1, dtype: mx.Dtype = mx.float32, at: int = 0, value_dim: int = DIM) -> Any:
+    """The same of TurboQuant."""
+    if not at:
+        return fill(make(key_bits=form.key_bits, value_bits=form.value_bits), *chunks, rows=rows, dtype=dtype, value_dim=value_dim)
+    cache = fill(make(), at, dtype=dtype)
+    convert([cache], form, at)
+    return fill(cache, *chunks, dtype=dtype)
+
+
+def batch_turbo(padding: list[int]) -> Any:
+    return lambda **bits: BatchTurboQuantKVCache(padding, **bits)
 
 
 def ring(size: int, keep: int = 0) -> Any:
@@ -278,6 +295,18 @@ STATES: dict[str, Callable[[], Any]] = {
     "batch-affine-rotating": lambda: affine(batch_ring(8, [2, 0]), 5, 1, rows=2),
     "batch-affine-rotating-rotated": lambda: affine(batch_ring(8, [2, 0]), 5, *[1] * 6, rows=2),
     "batch-affine-rotating-right-padded": lambda: right_padded(affine(batch_ring(8, [0, 0]))),
+    "turbo-empty": lambda: turbo(TurboQuantKVCache),
+    **{f"turbo-k{k}v{v}": lambda k=k, v=v: turbo(TurboQuantKVCache, 10, 3, form=Turbo(k, v)) for k, v in ((2, 2), (4, 3), (5, 4), (8, 5), (8, 8))},
+    "turbo-grown-bf16": lambda: turbo(TurboQuantKVCache, 250, 9, dtype=mx.bfloat16),
+    "turbo-other-value-dim": lambda: turbo(TurboQuantKVCache, 10, value_dim=128, dtype=mx.float16),
+    "turbo-trimmed": lambda: turbo(TurboQuantKVCache, 20, -7),
+    "turbo-trimmed-to-nothing": lambda: turbo(TurboQuantKVCache, 20, -20),
+    "turbo-converted": lambda: turbo(KVCache, 3, 1, at=10, dtype=mx.bfloat16),
+    "batch-turbo-empty": lambda: turbo(batch_turbo([2, 0]), rows=2),
+    "batch-turbo": lambda: turbo(batch_turbo([2, 0]), 5, 1, rows=2),
+    "batch-turbo-right-padded": lambda: right_padded(turbo(batch_turbo([0, 0]))),
+    "batch-turbo-filtered": lambda: filtered(turbo(batch_turbo([2, 1]), 5, rows=2), [0]),
+    "batch-turbo-extended": lambda: extended(turbo(batch_turbo([2, 0]), 5, rows=2), turbo(batch_turbo([0]), 9)),
     "layer-empty": lambda: LayerCache(4),
     "layer": lambda: layer(3),
     "layer-wrapped": lambda: layer(9, 1, 4),

@@ -97,6 +97,8 @@ def test_registering_makes_a_class_known_once():
         (STATES["affine-empty"](), "kv:quant:4:32"),
         (STATES["affine-rotating-wrapped"](), "kv:rotating-quant:4:32"),
         (STATES["batch-affine-rotating"](), "batch:kv:rotating-quant:4:32"),
+        (STATES["turbo-k4v3"](), "kv:turboquant:4:3"),
+        (STATES["batch-turbo"](), "batch:kv:turboquant:8:3"),
         (STATES["chunked"](), "kv:chunked"),
         (STATES["concat"](), "kv:concat"),
         (ArraysCache(2), "ssm"),

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
 
 from mlx_lm_tiered import caches as kinds
-from mlx_lm_tiered.schemes.caches import Quantized, RotatingQuantizedKVCache
+from mlx_lm_tiered.schemes.caches import RotatingQuantizedKVCache
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache as OurQuantizedKVCache
+from mlx_lm_tiered.schemes.lockstep import Lockstep
+from mlx_lm_tiered.schemes.turbo import Pair, TurboQuantKVCache
+from mlx_lm_tiered.turboquant.codec import Encoded, decode_keys, decode_values
 
 SSM = ((1, 3, 8), mx.float32)
 MERGEABLE = {
@@ -27,6 +30,7 @@ MERGEABLE = {
     "affine": lambda: OurQuantizedKVCache(bits=4, group_size=32),
     "affine-rotating": lambda: RotatingQuantizedKVCache(12, bits=8, group_size=32),
     "affine-rotating-keep": lambda: RotatingQuantizedKVCache(12, 3, bits=8, group_size=64),
+    "turbo": TurboQuantKVCache,
 }
 CHUNKS = st.lists(st.sampled_from([1, 1, 1, 3, 9, 20]), max_size=4)
 
@@ -56,7 +60,9 @@ def attend(cache: Any, n: int, seed: int) -> list:
     mask = cache.make_mask(n, return_array=True)
     queries, new = noise(rows, HEADS, n, DIM, seed=seed), noise(rows, HEADS, n, DIM, seed=seed + 1)
     keys, values = cache.update_and_fetch(new, new)
-    if isinstance(cache, Quantized):
+    if isinstance(keys, Pair):
+        keys, values = decode_keys(Encoded(*keys), keys.bits), decode_values(Encoded(*values), values.bits)
+    elif isinstance(cache, Lockstep):
         keys, values = (mx.dequantize(*side, bits=cache.bits, group_size=cache.group_size) for side in (keys, values))
     return [bits(mask), bits(cache.offset), bits(mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask))]
 

@@ -12,7 +12,7 @@ from families import CONFIGS, build_config
 
 from mlx_lm_hooks import disable, enable
 from mlx_lm_tiered.kernels.choice import Kernels
-from mlx_lm_tiered.schemes import attention
+from mlx_lm_tiered.schemes import attention, softmax
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache
 from support.models import TINY
 
@@ -101,8 +101,8 @@ def test_logits_are_upstreams(monkeypatch, library, name, bits, group):
 
         steps = expected[-STEPS:]
         monkeypatch.setattr(attention, "FEW", 0)
-        monkeypatch.setattr(attention, "LARGEST_TILE", 32)
-        monkeypatch.setattr(attention, "SMALLEST_TILE", 32)
+        monkeypatch.setattr(softmax, "LARGEST_TILE", 32)
+        monkeypatch.setattr(softmax, "SMALLEST_TILE", 32)
         assert _close(model, steps, theirs, bits, group) >= STEPS * 2 // 3, "by tiles"
         calls: list[int] = []
         monkeypatch.setattr(Kernels, "attend", by_the_kernel(library, calls))

@@ -15,11 +15,12 @@ from mlx_lm_tiered.schemes import attention
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache, RotatingQuantizedKVCache
 from mlx_lm_tiered.schemes.convert import convert, convert_rows
 from mlx_lm_tiered.schemes.mixed import MixedBatch, extend, rows_of
-from mlx_lm_tiered.schemes.spec import Affine
+from mlx_lm_tiered.schemes.spec import Affine, Turbo
+from mlx_lm_tiered.schemes.turbo import TurboQuantKVCache
 
-HEADS, DIM, START = 2, 32, 11
-AFFINE = Affine(8, 32)
-MAKE = {"full": KVCache, "ring": lambda: RotatingKVCache(8), "wide ring": lambda: RotatingKVCache(14)}
+HEADS, DIM, START = 2, 64, 11
+AFFINE, TURBO = Affine(8, 32), Turbo(8, 4)
+MAKE = {"full": (KVCache, AFFINE), "ring": (lambda: RotatingKVCache(8), AFFINE), "wide ring": (lambda: RotatingKVCache(14), AFFINE), "turbo": (KVCache, TURBO)}
 attend = attention.build(base.quantized_scaled_dot_product_attention)
 
 
@@ -38,8 +39,9 @@ def outputs(cache: Any, queries: mx.array, new: mx.array) -> mx.array:
 class Run:
     """The batch, and each of its rows alone."""
 
-    def __init__(self, make: Any):
-        self.make = make
+    def __init__(self, name: str):
+        self.name = name
+        make, self.form = MAKE[name]
         self.seed = 0
         self.alone: list[Any] = [make()]
         self.batch = [type(self.alone[0]).merge(self.alone)]
@@ -63,16 +65,16 @@ class Run:
             single = outputs(self.alone[row], queries[row][:, :, :n], new[row][:, :, :n])
             assert mx.abs(together[row : row + 1, :, :n] - single).max() < 1e-4, (row, n)
         due = [row for row, cache in enumerate(self.alone) if cache.offset == START]
-        convert_rows(self.batch, due, AFFINE)
+        convert_rows(self.batch, due, self.form)
         for row in due:
-            assert convert([self.alone[row]], AFFINE, START) == 1
+            assert convert([self.alone[row]], self.form, START) == 1
 
     def at_most(self, row: int, n: int) -> int:
         held = self.alone[row].offset
         return min(n, START - held) if held < START else n
 
     def join(self, chunks: list[int]) -> None:
-        other = Run(self.make)
+        other = Run(self.name)
         other.seed = self.seed + 1000
         for n in chunks:
             other.step([other.at_most(0, n)])
@@ -111,7 +113,7 @@ JOIN_OR_LEAVE = (
 )
 def test_rows_of_any_age_attend_as_alone(name, prefilling, decoding):
     """In the order that mlx-lm has: a batch that prefills, then one that decodes, each joined and left by others."""
-    run = Run(MAKE[name])
+    run = Run(name)
     for op, how in prefilling + decoding:
         if op == "decode":
             for _ in range(how):
@@ -128,9 +130,9 @@ def test_rows_of_any_age_attend_as_alone(name, prefilling, decoding):
         run.check()
 
 
-@pytest.mark.parametrize(("name", "quantized"), [("full", QuantizedKVCache), ("ring", RotatingQuantizedKVCache)])
+@pytest.mark.parametrize(("name", "quantized"), [("full", QuantizedKVCache), ("ring", RotatingQuantizedKVCache), ("turbo", TurboQuantKVCache)])
 def test_the_conversion_moves_rows_one_at_a_time(name, quantized):
-    run = Run(MAKE[name])
+    run = Run(name)
     run.step([9])
     run.join([5])
     kinds = []
@@ -145,7 +147,7 @@ def test_the_conversion_moves_rows_one_at_a_time(name, quantized):
 @pytest.mark.parametrize("name", sorted(MAKE))
 def test_rows_are_padded_after_their_conversion(name):
     """The parts of a converted batch have row arrays of their own, which mlx-lm adds to in place."""
-    run = Run(MAKE[name])
+    run = Run(name)
     run.step([5])
     run.join([9, 2])
     for lengths in ([2, 3], [4, 2], [3, 5]):
@@ -153,8 +155,9 @@ def test_rows_are_padded_after_their_conversion(name):
         run.check()
 
 
-def test_rows_that_converted_out_of_order_keep_their_places_when_others_join():
-    run = Run(KVCache)
+@pytest.mark.parametrize("name", ["full", "turbo"])
+def test_rows_that_converted_out_of_order_keep_their_places_when_others_join(name):
+    run = Run(name)
     run.step([2])
     run.join([9, 2])
     run.step([9, 2])

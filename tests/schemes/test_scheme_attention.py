@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models import base
 from mlx_lm.models.base import create_causal_mask
 
-from mlx_lm_tiered.schemes import attention
+from mlx_lm_tiered.schemes import attention, softmax
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache
 
 ROWS, HEADS, KV_HEADS, DIM = 2, 6, 2, 64
@@ -91,8 +91,8 @@ def test_where_mlx_cannot_multiply_slices_tiles_serve_decoding(monkeypatch):
 
 
 def test_the_scores_in_memory_do_not_grow_with_the_context(monkeypatch):
-    monkeypatch.setattr(attention, "TILE", 1 << 19)
-    monkeypatch.setattr(attention, "LARGE", 1 << 14)
+    monkeypatch.setattr(softmax, "TILE", 1 << 19)
+    monkeypatch.setattr(softmax, "LARGE", 1 << 14)
     length, slots, heads = 256, 16384, 4
     cache = QuantizedKVCache(bits=4, group_size=64)
     for start in range(0, slots, 4096):

@@ -13,17 +13,19 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache, RotatingQuantizedKVCache
 from mlx_lm_tiered.schemes.convert import convert, convert_rows
-from mlx_lm_tiered.schemes.spec import Affine
+from mlx_lm_tiered.schemes.spec import Affine, Turbo
+from mlx_lm_tiered.schemes.turbo import TurboQuantKVCache
 
 MAKE = {
     "full": lambda: QuantizedKVCache(bits=3, group_size=32),
     "ring": lambda: RotatingQuantizedKVCache(8, bits=3, group_size=32),
+    "turbo": lambda: TurboQuantKVCache(value_bits=5),
 }
 
 
 def feed(cache: Any, *chunks: int) -> Any:
     for seed, n in enumerate(chunks):
-        keys = mx.random.normal((1, 2, n, 32), key=mx.random.key(cache.offset * 100 + seed))
+        keys = mx.random.normal((1, 2, n, 64), key=mx.random.key(cache.offset * 100 + seed))
         cache.update_and_fetch(keys, -keys)
     return cache
 
@@ -39,14 +41,14 @@ def test_merges_of_empty_caches_keep_the_scheme(name):
     merged.filter([1])
     merged.extend(make().merge([make()]))
     merged.filter(mx.array([0, 1]))
-    assert (merged.bits, merged.group_size, merged.bounds) == (3, 32, [0, 0])
+    assert (merged.form, merged.bounds) == (make().form, [0, 0])
     merged.extend(make().merge([feed(make(), 5), make()]))
     assert merged.offset.tolist() == [0, 0, 5, 0]
     empty = merged.extract(3)
     assert kinds.length([empty]) is None and kinds.can_cut([empty], 0) and kinds.minimum_reusable([empty]) == 0
     assert content(feed(merged.extract(2), 1, 1)) == content(feed(make().merge([feed(make(), 5)]).extract(0), 1, 1))
     other = make()
-    other.bits = 4
+    other.form = Affine(4, 32)
     with pytest.raises(ValueError, match="different schemes"):
         merged.extend(other.merge([other]))
 
@@ -76,15 +78,16 @@ def test_a_ring_is_cut_at_its_wrap_as_mlx_lms(tokens, cut):
     assert mx.abs(keys - theirs.keys_and_values()[0]).max() < 0.02
 
 
-@pytest.mark.parametrize("make", [KVCache, lambda: RotatingKVCache(32)], ids=["full", "ring"])
-def test_the_minimum_reusable_offset_goes_along(make):
+@pytest.mark.parametrize(("make", "form"), [(KVCache, Affine(4, 32)), (lambda: RotatingKVCache(32), Affine(4, 32)), (KVCache, Turbo(8, 3))], ids=["full", "ring", "turbo"])
+def test_the_minimum_reusable_offset_goes_along(make, form):
     cache = feed(make(), 12)
-    assert convert([cache], Affine(4, 32), 12) == 1
+    assert convert([cache], form, 12) == 1
     feed(cache, 3)
     taken = [copy.copy(cache), copy.deepcopy(cache), type(cache).from_state(cache.state), kinds.lend([cache])[0], cache.merge([cache]).extract(0)]
     batch = cache.merge([cache, cache])
     taken += [type(batch).from_state(batch.state).extract(1), copy.copy(batch).extract(0), copy.deepcopy(batch).extract(1)]
     for one in taken:
+        assert one.form == form and getattr(one, "element", None) == getattr(cache, "element", None)
         assert one.minimum_reusable_offset == kinds.minimum_reusable([one]) == 12
         assert kinds.can_cut([one], 12) and not kinds.can_cut([one], 11)
     # Cut below it by someone else, it may only be used whole.

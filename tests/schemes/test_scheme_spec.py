@@ -10,7 +10,7 @@ import pytest
 from mlx_lm_hooks import Invocation, UsageError
 from mlx_lm_tiered.schemes.choose import choose
 from mlx_lm_tiered.schemes.scheme import Scheme
-from mlx_lm_tiered.schemes.spec import PLAIN, Affine, Spec, parse
+from mlx_lm_tiered.schemes.spec import PLAIN, Affine, Spec, Turbo, parse
 from mlx_lm_tiered.statistics import Statistics
 from support.models import TINY
 
@@ -23,6 +23,9 @@ from support.models import TINY
         ("affine:8:32@2048", Spec(Affine(8, 32), 2048), "affine:8:32@2048"),
         ("affine:3@7", Spec(Affine(3, 64), 7), "affine:3:64@7"),
         ("config", Spec(config=True), "config"),
+        ("turbo", Spec(Turbo(8, 3)), "turbo:k8v3@0"),
+        ("turbo@64", Spec(Turbo(8, 3), 64), "turbo:k8v3@64"),
+        ("turbo:k4v2@7", Spec(Turbo(4, 2), 7), "turbo:k4v2@7"),
     ],
 )
 def test_meanings(text, spec, canonical):
@@ -33,8 +36,11 @@ def test_meanings(text, spec, canonical):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("turbo", "TurboQuant is not in this version"),
-        ("turboquant:8:3", "TurboQuant is not in this version"),
+        ("turboquant:8:3", "write it like turbo, turbo:k8v4 or turbo:k8v3@2048"),
+        ("turbo:", "write it like turbo"),
+        ("turbo:k8", "write it like turbo"),
+        ("turbo:k3v3", "keys in 3 bits are not possible; use 2, 4, 5 or 8"),
+        ("turbo:k8v6", "values in 6 bits are not possible; use 2, 3, 4, 5 or 8"),
         ("affine", "write it like affine:4"),
         ("affine:4:64:1", "write it like affine:4"),
         ("affine:7", "7 bits are not possible; use 2, 3, 4, 5, 6 or 8"),
@@ -73,6 +79,8 @@ def test_upstreams_flags_mean_the_affine_scheme():
         (None, started(kv_bits=7), "--kv-bits 7 .*7 bits are not possible"),
         (None, started(kv_bits=4, draft_model="d"), "with --draft-model cannot begin at token 5000.*--quantized-kv-start 0"),
         ("affine:4@9", started(draft_model="d"), "with --draft-model .* use affine:4:64"),
+        ("turbo@9", started(draft_model="d"), "with --draft-model .* use turbo:k8v3"),
+        ("turbo", started(model=str(TINY["llama"])), "layer 0: heads of 32 have no TurboQuant form; it is for 64, 128, 256 or 512"),
         ("affine:4:64", started(model=str(TINY["llama"])), "layer 0: heads of 32 cannot be cut into groups of 64; use 32"),
         ("config", started(model=str(TINY["llama"])), "kv_config.json cannot be read"),
     ],
@@ -160,3 +168,17 @@ def test_a_config_that_changes_while_it_serves_changes_nothing(tmp_path):
     (tmp_path / "kv_config.json").write_text(json.dumps([{**GOOD, "bits": 8}]))
     assert scheme.name(tmp_path) == before != after.name(tmp_path)
     assert before.startswith("config:") and Scheme(parse("config"), Statistics()).name(tmp_path) == after.name(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "dim", "per_token"),
+    [("turbo", 128, 200), ("turbo:k8v4", 128, 216), ("turbo:k5v3", 128, 152), ("turbo:k4v3", 128, 136), ("affine:8:64", 128, 272), ("affine:4:64", 128, 144), ("turbo", 64, 100)],
+)  # fmt: skip
+def test_bytes_of_a_token(text, dim, per_token):
+    form = parse(text).form
+    assert form is not None and form.nbytes(dim, dim, 2) == per_token
+
+
+def test_stored_kv_of_other_code_books_is_another_models():
+    assert Scheme(parse("turbo@64"), Statistics()).name(None) == "turbo-k8v3.1@64"
+    assert Scheme(parse("affine:4"), Statistics()).name(None) == "affine:4:64@0"

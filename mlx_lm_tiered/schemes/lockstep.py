@@ -1,0 +1,202 @@
+"""Caches that keep keys and values in more than one array each: as many of mlx-lm's own caches in lockstep, one for each kind of array.
+
+Groups run along the head dimension, so whatever a cache does along its token axis
+(grow, wrap, roll, pad, drop a row) it can do to all arrays alike. So rings, left
+padding, masks, merging and leaving behave as mlx-lm's do, because they are mlx-lm's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Self
+
+import mlx.core as mx
+from mlx_lm.models.cache import _BaseCache
+
+from .spec import Form
+
+
+def of_first(name: str) -> property:
+    """An attribute that the first of the caches has."""
+    return property(lambda self: getattr(self.parts[0], name))
+
+
+def _attribute(name: str, copied: Callable[[Any], Any] = int) -> property:
+    """Another name for an attribute, of which each reader gets a copy."""
+    return property(lambda self: copied(getattr(self, name)), lambda self, value: setattr(self, name, copied(value)))
+
+
+def _apart(part: Any) -> Any:
+    """One of mlx-lm's caches over the same buffers, with handles of its own: mlx copies a buffer with two before it writes."""
+    made = copy.copy(part)
+    made.__dict__ = {name: value[...] if isinstance(value, mx.array) else value for name, value in vars(part).items()}
+    return made
+
+
+class Lockstep(_BaseCache):
+    """What all share. `bits` and `group_size` tell mlx-lm's attention that what `update_and_fetch` returns is not plain."""
+
+    inner: ClassVar[type]
+    # Of the arrays of keys, and of values.
+    names: ClassVar[tuple[str, ...]]
+    form_class: ClassVar[type]
+    parts: tuple[Any, ...]
+    form: Any
+    _converted: property  # at which token the sequence was converted, or each of them
+
+    @classmethod
+    def of(cls, parts: Iterable[Any], form: Form) -> Self:
+        """A cache over inner caches, which the caller gives up."""
+        made = cls.__new__(cls)
+        made._set(tuple(parts), form)
+        return made
+
+    def _set(self, parts: tuple[Any, ...], form: Form) -> None:
+        self.parts, self.form = parts, form
+
+    @classmethod
+    def encode(cls, form: Any, keys: mx.array, values: mx.array) -> list[tuple[mx.array, mx.array]]:
+        """New arrays of keys and values (rows, heads, tokens, width) for each of `names`."""
+        raise NotImplementedError
+
+    def fetched(self, arrays: list[tuple[mx.array, mx.array]]) -> tuple[Any, Any]:
+        """Keys and values for attention, of the arrays of all parts."""
+        raise NotImplementedError
+
+    def shapes(self) -> list[tuple[int, int, mx.Dtype]]:
+        """Heads, dimension and type of keys and values before they were encoded."""
+        raise NotImplementedError
+
+    def adopt(self, other: Any) -> None:
+        """Take over what is not in the parts from a cache, plain or of this class, whose tokens these are."""
+
+    @property
+    def bits(self) -> int:
+        return self.form.bits
+
+    @property
+    def group_size(self) -> int:
+        return self.form.group_size
+
+    @property
+    def keys(self) -> tuple[mx.array, ...] | None:
+        return None if self.parts[0].keys is None else tuple(part.keys for part in self.parts)
+
+    @property
+    def values(self) -> tuple[mx.array, ...] | None:
+        return None if self.parts[0].values is None else tuple(part.values for part in self.parts)
+
+    offset = of_first("offset")
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Encode and append; keys and values of all held tokens."""
+        new = self.encode(self.form, keys, values)
+        return self.fetched([part.update_and_fetch(k, v) for part, (k, v) in zip(self.parts, new, strict=True)])
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        return self.fetched([part.keys_and_values() for part in self.parts])
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parts[0].make_mask(*args, **kwargs)
+
+    @property
+    def state(self) -> Any:
+        return [part.state for part in self.parts], *dataclasses.astuple(self.form), self._converted
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        states, *numbers, converted = value
+        self._set(tuple(self.inner.from_state(state) for state in states), self.form_class(*numbers))
+        self._converted = converted
+
+    def __copy__(self) -> Self:
+        """A cache of its own: as little as a lent one does a copy change what it was made from."""
+        made = self.of([_apart(part) for part in self.parts], self.form)
+        made._converted = self._converted
+        if not self.empty():
+            made.adopt(self)
+        return made
+
+    def is_trimmable(self) -> bool:
+        return self.parts[0].is_trimmable()
+
+    def trim(self, n: int) -> int:
+        return [part.trim(n) for part in self.parts][0]
+
+    def size(self) -> int:
+        return self.parts[0].size()
+
+    def empty(self) -> bool:
+        return self.parts[0].empty()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+class Single(Lockstep):
+    """One sequence's. `minimum_reusable_offset`: the token at which it was converted; earlier ones attended to full precision."""
+
+    batch: ClassVar[type[Batch]]
+    minimum_reusable_offset: int
+    _converted = _attribute("minimum_reusable_offset")
+
+    def _set(self, parts: tuple[Any, ...], form: Form) -> None:
+        super()._set(parts, form)
+        self.minimum_reusable_offset = 0
+
+    @classmethod
+    def merge(cls, caches: Sequence[Single]) -> Batch:
+        """The batch of single caches, which are copied, as mlx-lm's merge does. Empty ones keep the scheme."""
+        if len({cache.form for cache in caches}) > 1:
+            raise ValueError("caches of different schemes cannot be merged")
+        parts = [cls.inner.merge(list(column)) for column in zip(*(cache.parts for cache in caches), strict=True)]
+        merged = cls.batch.of(parts, caches[0].form)
+        merged.bounds = [cache.minimum_reusable_offset for cache in caches]
+        for cache in caches:
+            merged.adopt(cache)
+        return merged
+
+
+class Batch(Lockstep):
+    """Rows of different lengths, padded on the left. `bounds` has each row's `minimum_reusable_offset`."""
+
+    single: ClassVar[type[Single]]
+    bounds: list[int]
+    _converted = _attribute("bounds", list)
+    left_padding, _idx = of_first("left_padding"), of_first("_idx")
+
+    def _set(self, parts: tuple[Any, ...], form: Form) -> None:
+        super()._set(parts, form)
+        self.bounds = [0] * self.left_padding.shape[0]
+
+    def prepare(self, **kwargs: Any) -> None:
+        self._each(lambda part: part.prepare(**kwargs))
+
+    def finalize(self) -> None:
+        self._each(lambda part: part.finalize())
+
+    def filter(self, batch_indices: Any) -> None:
+        rows = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
+        self._each(lambda part: part.filter(batch_indices))
+        self.bounds = [self.bounds[row] for row in rows]
+
+    def extend(self, other: Self) -> None:
+        if self.form != other.form:
+            raise ValueError("caches of different schemes cannot be merged")
+        for part, more in zip(self.parts, other.parts, strict=True):
+            part.extend(more)
+        self.bounds = self.bounds + other.bounds
+        self.adopt(other)
+
+    def extract(self, idx: int) -> Single:
+        row = self.single.of([part.extract(idx) for part in self.parts], self.form)
+        row.minimum_reusable_offset = self.bounds[idx]
+        row.adopt(self)
+        return row
+
+    def _each(self, act: Callable[[Any], Any]) -> None:
+        for part in self.parts:
+            act(part)
