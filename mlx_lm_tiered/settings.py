@@ -119,7 +119,7 @@ class Settings:
         shown="1 in a server, 64 elsewhere", metavar="N",
     )  # fmt: skip
     kv_scheme: Spec | None = _setting(
-        None, parse, "How KV is stored: bf16 (the model's own precision), affine:BITS[:GROUP][@START] or config[:PATH].",
+        None, parse, "How KV is stored: bf16 (the model's own precision), affine:BITS[:GROUP][@START], turbo[:kBITSvBITS][@START] or config[:PATH].",
         shown="bf16, or what mlx-lm's --kv-bits say", metavar="SCHEME",
     )  # fmt: skip
     kernels: str = _setting(

@@ -219,6 +219,15 @@ SEEDS = {
 }
 
 
+# The same with heads of as many dimensions as TurboQuant is for. They are no families of their own.
+for _name, _family, _dim in (
+    ("dense64", "dense", 64), ("dense128", "dense", 128), ("sliding64", "sliding", 64), ("kv-shared64", "kv-shared", 64), ("chunked64", "chunked", 64)
+):  # fmt: skip
+    _config = CONFIGS[_family]
+    CONFIGS[_name] = _config | ({"text_config": _config["text_config"] | {"head_dim": _dim}} if "text_config" in _config else {"head_dim": _dim})
+    SEEDS[_name] = SEEDS[_family]
+
+
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """The family's model, the same in every process, and its configuration as in ``config.json``."""
     config = json.loads(json.dumps(CONFIGS[name])) | {"eos_token_id": END_TOKENS}

@@ -73,9 +73,9 @@ class _Runner:
     """A sequence under one scheme."""
 
     def __init__(self, model: Any, tokens: int, scheme: str, layers: int):
-        affine = parse(scheme).affine
+        form = parse(scheme).form
         self._model = model
-        self._caches = [filled(tokens, None if affine is None else (affine.bits, affine.group_size)) for _ in range(layers)]
+        self._caches = [filled(tokens, form) for _ in range(layers)]
         self._next = mx.array([[1]])
 
     def steps(self, count: int) -> float:

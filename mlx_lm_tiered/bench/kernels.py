@@ -21,7 +21,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_tiered.kernels.check import TOLERANCE, Format, error
 from mlx_lm_tiered.kernels.decode import BITS, GROUPS, decode
 from mlx_lm_tiered.kernels.tuning import Tuning
-from mlx_lm_tiered.schemes.caches import QuantizedKVCache
+from mlx_lm_tiered.schemes.convert import fresh
+from mlx_lm_tiered.schemes.spec import Affine, Form
 
 from . import report
 
@@ -136,14 +137,14 @@ def _caches(tokens: int, scheme: tuple[int, int] | None) -> list[Any]:
     """What caches of `tokens` and one more hand out: so many that they are more than the GPU's cache holds, 8 at most."""
     pairs: list[Any] = []
     while len(pairs) < 8 and sum(map(_bytes, pairs)) < BEYOND_CACHE:
-        pairs.append(filled(tokens, scheme).update_and_fetch(*_random(1)))
+        pairs.append(filled(tokens, None if scheme is None else Affine(*scheme)).update_and_fetch(*_random(1)))
         mx.eval(pairs[-1])
     return pairs
 
 
-def filled(tokens: int, scheme: tuple[int, int] | None) -> Any:
+def filled(tokens: int, form: Form | None) -> Any:
     """A cache that holds random keys and values."""
-    cache = KVCache() if scheme is None else QuantizedKVCache(bits=scheme[0], group_size=scheme[1])
+    cache = KVCache() if form is None else fresh(KVCache(), form)
     for start in range(0, tokens, 8192):
         mx.eval(cache.update_and_fetch(*_random(min(8192, tokens - start))))
     return cache

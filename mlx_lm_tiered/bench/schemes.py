@@ -53,7 +53,9 @@ def run(model_path: Path, schemes: list[str], tokens: int = 4096, decode_tokens:
     rows, runners = [], {}
     for spec in specs:
         with Progress(str(spec)):
-            plan = make(model, upstream.make_prompt_cache(model), for_model(spec, model_path), spec.start)
+            plain_caches = upstream.make_prompt_cache(model)
+            with scheme(spec):
+                plan = make(model, plain_caches, for_model(spec, model_path), spec.start)
             runner = Runner(model, spec)
             row = {"scheme": str(spec), "bytes_per_token": plan.bytes_at(tokens) / tokens, **runner.prefill(prompt), **runner.peak_of_decode()}
             rows.append({**row, **_compare(full, _logits(model, spec, text))})

@@ -14,7 +14,8 @@ over its group's root mean square, which is the scale. The rotation is orthonorm
 attention may sum rotated values and rotate its output back once.
 
 Every step of encoding is one IEEE operation in fp32 in a fixed order, so the bytes do
-not depend on how a device sums.
+not depend on how a device sums; but for mlx's Hadamard transform, whose order is the
+device's.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from families import write_model_dir
 
 from mlx_lm_tiered.bench.server import Server
 from support.models import ENDLESS, document
@@ -81,6 +82,12 @@ def test_6_and_12_upstreams_flags_on_gemma(tiny_gemma3, cache_dir, tmp_path):
     through_the_tiers(tiny_gemma3, cache_dir, tmp_path, ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "100"], True)
 
 
+def test_turboquant_beside_rings(cache_dir, tmp_path):
+    """Rings stay plain; what a restart finds on disk, whole or a beginning of it, goes on as a request alone does."""
+    model = write_model_dir("sliding64", tmp_path / "model")
+    through_the_tiers(model, cache_dir, tmp_path, ["--kv-scheme", "turbo:k8v4@100"], True)
+
+
 def test_4_quantized_caches_with_a_draft_model(tiny_llama, cache_dir, tmp_path):
     flags = ["--draft-model", str(tiny_llama), "--num-draft-tokens", "3", "--kv-scheme", "affine:8:32", "--kernels", "off"]
     with tiered(tiny_llama, None, "--prompt-cache-bytes", "0", "--kv-scheme", "affine:8:32", log=tmp_path / "plain") as server:
@@ -97,6 +104,7 @@ def test_4_quantized_caches_with_a_draft_model(tiny_llama, cache_dir, tmp_path):
     ("flags", "says"),
     [
         (["--kv-scheme", "affine:4", "--kv-bits", "4"], "both say how KV is stored"),
+        (["--kv-scheme", "turbo"], "layer 0: heads of 32 have no TurboQuant form"),
         (["--kv-scheme", "affine:4:64"], "layer 0: heads of 32 cannot be cut into groups of 64"),
     ],
 )
