@@ -166,3 +166,17 @@ def test_rows_that_converted_out_of_order_keep_their_places_when_others_join(nam
     run.leave(1)
     run.step([1, 1])
     run.check()
+
+
+@pytest.mark.parametrize("form", [AFFINE, TURBO])
+def test_a_row_that_joins_quantized_ones_has_the_models_type(form):
+    """It is padded before its first token, in a type that TurboQuant's fp16 scales do not tell."""
+    first = KVCache()
+    first.update_and_fetch(noise(1, START).astype(mx.bfloat16), noise(2, START).astype(mx.bfloat16))
+    assert convert([first], form, START) == 1
+    batch = extend(type(first).merge([first]), KVCache.merge([KVCache()]))
+    new = noise(3, 1).astype(mx.bfloat16)
+    batch.update_and_fetch(mx.concatenate([new, new]), mx.concatenate([new, new]))
+    joined = batch.extract(1)
+    assert type(joined) is KVCache and joined.keys.dtype == joined.values.dtype == mx.bfloat16
+    assert mx.array_equal(joined.keys, new)
