@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
-from scheme_families import wide
+from scheme_families import WIDE, wide
 from scheme_runs import prompt, scheme
 
 from mlx_lm_tiered import caches as kinds
@@ -26,7 +26,7 @@ NOISE = 0.2
 LENGTHS = (1, 2, 7, 31, 32, 33, 40, 41, 64, 90)  # around the window of 32 and the start
 RUNS = [
     ("dense", "affine:8:32@40", 12), ("sliding", "affine:8:32", 3), ("sliding", "affine:8:32@40", 4), ("kv-donors", "affine:8:32@33", 5),
-    ("sinks", "affine:6:32@40", 7), ("sliding", "bf16", 10),
+    ("sinks", "affine:6:32@40", 7), ("sliding", "bf16", 10), ("sliding", "turbo:k8v8@40", 4),
 ]  # fmt: skip
 
 
@@ -49,8 +49,8 @@ def by_itself(model: Any, tokens: list[int], count: int, text: str) -> tuple[lis
         n = min(len(todo), spec.start - held) if spec.start > held else len(todo)
         logits = model(mx.array([todo[:n]]), cache=caches)[0, -1]
         held, todo = held + n, todo[n:]
-        if spec.affine is not None and spec.start and held == spec.start:
-            convert(caches, spec.affine, spec.start)
+        if spec.form is not None and spec.start and held == spec.start:
+            convert(caches, spec.form, spec.start)
         if not todo:
             logprobs.append(np.array(logits - mx.logsumexp(logits)))
             answer.append(int(logprobs[-1].argmax()))
@@ -119,7 +119,9 @@ class Batch:
 
 
 @pytest.mark.parametrize(("family", "text", "seed"), RUNS)
-def test_every_row_is_as_alone(family, text, seed):
+def test_every_row_is_as_alone(monkeypatch, family, text, seed):
+    if text.startswith("turbo"):
+        monkeypatch.setitem(WIDE, family, WIDE[family] | {"head_dim": 64})
     with scheme(text):
         model = wide(family)
         batch = Batch(model, seed)
