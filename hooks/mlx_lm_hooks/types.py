@@ -251,6 +251,9 @@ class KVScheme(Protocol):
     def converts(self, model: Any) -> bool:
         """Whether the caches of a model, for which `caches` was asked, are converted at the start."""
 
+    def plain_class(self, cache: Any) -> type:
+        """The class that one request's cache had before it was converted; its own, if the scheme did not convert it."""
+
     def convert(self, caches: list[Any]) -> None:
         """Convert one request's caches that hold `start` tokens or more, in place. The list keeps its objects."""
 

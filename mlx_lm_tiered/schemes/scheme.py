@@ -15,6 +15,7 @@ from ..statistics import Statistics
 from . import attention, mixed, plan
 from .convert import convert, convert_rows, leaves, target
 from .layers import for_model
+from .lockstep import Lockstep
 from .plan import Plan
 from .spec import Affine, Form, Spec
 
@@ -57,6 +58,10 @@ class Scheme:
     def converts(self, model: Any) -> bool:
         """Whether the model can have the scheme, and its caches are quantized at the start."""
         return self.start > 0 and self.plan_of(model) is not None
+
+    def plain_class(self, cache: Any) -> type:
+        """The class that a cache had before it was quantized."""
+        return cache.inner if isinstance(cache, Lockstep) else type(cache)
 
     def due(self, caches: Sequence[Any]) -> bool:
         """Whether some cache of a request is plain and holds `start` tokens or more."""

@@ -71,6 +71,14 @@ class Runtime:
         log.log(level, "plugin fault in %s, going on without it: %s: %s", where, type(error).__name__, error)
         log.debug("plugin fault in %s", where, exc_info=error)
 
+    def plain_class(self, cache: Any) -> type:
+        """The class that a cache had before a plugin's scheme or upstream's own flags quantized it."""
+        from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+        if type(cache) is QuantizedKVCache:
+            return KVCache
+        return type(cache) if self.scheme is None else self.scheme.plain_class(cache)
+
     def source_for(self, key: Any) -> ModelSource:
         """The model that upstream's prompt-cache key names."""
         try:

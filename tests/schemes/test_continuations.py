@@ -32,7 +32,7 @@ TABLE = [
     ("dense", "affine:2:32", 32), ("dense", "affine:4:64@40", 64), ("dense", "affine:6:128", 128), ("sliding", "affine:5:32@40", 32),
     ("sliding", "config", 32), ("kv-shared", "affine:4:32", 32), ("kv-donors", "affine:3:32@40", 32), ("sinks", "affine:6:32@40", 32),
     ("hybrid", "affine:8:32@40", 32), ("parallel-hybrid", "affine:4:32", 32), ("dense", "turbo", 64), ("sliding", "turbo:k4v5", 128),
-    ("dense", "turbo:k4v5@40", 128),
+    ("dense", "turbo:k4v5@40", 128), ("sliding", "turbo@40", 64),
 ]  # fmt: skip
 LAYERS = [{"layer_idx": 0, "bits": 8, "group_size": 32}, {"layer_idx": 1, "bits": 3, "group_size": 32}]
 
@@ -79,11 +79,14 @@ def answer(model: Any, tokens: list[int]) -> tuple[tuple[list[int], list[bytes]]
     from mlx_lm.generate import generate_step
 
     before = sum(mlx_lm_tiered.stats()["tokens_saved_by_tier"].values())
-    steps = list(generate_step(mx.array(tokens), model, max_tokens=REPLY, prefill_step_size=STEP))
+    totals = set()
+    steps = list(generate_step(mx.array(tokens), model, max_tokens=REPLY, prefill_step_size=STEP, prompt_progress_callback=lambda _, total: totals.add(total)))
     report = mlx_lm_tiered.stats()
     assert report["faults"] == {}
+    saved = sum(report["tokens_saved_by_tier"].values()) - before
+    assert totals == {len(tokens) - saved}
     seen = [int(token) for token, _ in steps], [np.array(logprobs).tobytes() for _, logprobs in steps]
-    return seen, sum(report["tokens_saved_by_tier"].values()) - before
+    return seen, saved
 
 
 def reload(path: Path) -> Any:

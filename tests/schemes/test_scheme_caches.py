@@ -8,13 +8,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache, RotatingQuantizedKVCache
 from mlx_lm_tiered.schemes.convert import convert, convert_rows
-from mlx_lm_tiered.schemes.spec import Affine, Turbo
+from mlx_lm_tiered.schemes.scheme import Scheme
+from mlx_lm_tiered.schemes.spec import Affine, Turbo, parse
 from mlx_lm_tiered.schemes.turbo import TurboQuantKVCache
+from mlx_lm_tiered.statistics import Statistics
 
 MAKE = {
     "full": lambda: QuantizedKVCache(bits=3, group_size=32),
@@ -107,22 +109,35 @@ def peak_of(act: Any) -> int:
     return mx.get_peak_memory() - before
 
 
-@pytest.mark.parametrize("make", [KVCache, lambda: RotatingKVCache(TOKENS)], ids=["full", "ring"])
+@pytest.mark.parametrize(
+    ("make", "form"), [(KVCache, Affine(8, 32)), (lambda: RotatingKVCache(TOKENS), Affine(8, 32)), (KVCache, Turbo(4, 5))], ids=["full", "ring", "turbo"]
+)
 @pytest.mark.parametrize("rows", [False, True], ids=["request", "rows"])
-def test_a_conversion_takes_no_more_than_one_layer_at_a_time(make, rows):
-    """In the middle of a prefill there is no room for the quantized form of all layers beside their source."""
+def test_a_conversion_takes_no_more_than_one_layer_at_a_time(monkeypatch, make, form, rows):
+    """In the middle of a prefill there is no room for the quantized form of all layers beside their source, nor for what encoding one takes."""
+    monkeypatch.setattr("mlx_lm_tiered.schemes.convert.PIECE", 1 << 15)
     caches = [feed(make(), TOKENS) for _ in range(LAYERS)]
     if rows:
         caches = [cache.merge([cache, cache]) for cache in caches]
     mx.eval([cache.state for cache in caches])
     layer = caches[0].nbytes
     held = LAYERS * layer
-    affine = Affine(8, 32)
 
     def act() -> list[Any]:
-        convert_rows(caches, [0, 1], affine) if rows else convert(caches, affine, TOKENS)
+        convert_rows(caches, [0, 1], form) if rows else convert(caches, form, TOKENS)
         return [cache.state for cache in caches]
 
     grown = peak_of(act)
     assert grown < 1.2 * layer
     assert sum(cache.nbytes for cache in caches) < 0.35 * held
+
+
+@pytest.mark.parametrize("text", ["affine:4:32@9", "turbo@9"])
+def test_what_a_cache_was_before_it_was_quantized_is_known(text):
+    """Stored caches of a scheme with a start take the place of plain ones (`mlx_lm_patches`)."""
+    scheme = Scheme(parse(text), Statistics())
+    caches = [feed(KVCache(), 12), feed(RotatingKVCache(8), 12), KVCache(), ArraysCache(2)]
+    before = [type(cache) for cache in caches]
+    scheme.convert(caches)
+    assert type(caches[0]) is not KVCache
+    assert [scheme.plain_class(cache) for cache in caches] == before

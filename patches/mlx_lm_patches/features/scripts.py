@@ -74,8 +74,9 @@ def _generate(
     try:
         known = prefixes.owns(caches)
         taken = prefixes.take(source, tokens) if known else None
-        # A model object may have been given other caches since the prefix was stored.
-        if taken is not None and 0 < taken.length < len(tokens) and _fits(taken.caches, caches):
+        if taken is not None and 0 < taken.length < len(tokens):
+            if not _fits(taken.caches, caches, runtime):
+                raise ValueError("the model object has been given other caches since the prefix was stored")
             # In place: a caller's list is the caller's way to see the caches.
             caches[:] = taken.caches
             options["prompt"] = options["prompt"][taken.length :]
@@ -139,20 +140,17 @@ def _fresh(caches: Any, model: Any) -> bool:
     return [_shape(cache) for cache in caches] == [_shape(cache) for cache in make_prompt_cache(model)]
 
 
-def _fits(stored: list[Any], fresh: list[Any]) -> bool:
-    """Whether stored caches are what the fresh ones become; plain ones may be quantized on the way."""
-    stored_shapes, fresh_shapes = ([_shape(cache) for cache in caches] for caches in (stored, fresh))
-    return len(stored) == len(fresh) and all(
-        a == b or _plain(c) == _plain(f) for a, b, c, f in zip(stored_shapes, fresh_shapes, stored, fresh, strict=True)
-    )
+def _fits(stored: list[Any], fresh: list[Any], runtime: Runtime) -> bool:
+    """Whether stored caches are what the fresh ones become, which may be quantized on the way."""
+    return [_plain(cache, runtime) for cache in stored] == [_plain(cache, runtime) for cache in fresh]
 
 
-def _plain(cache: Any) -> Any:
-    """The shape that a quantized cache had before."""
+def _plain(cache: Any, runtime: Runtime) -> Any:
+    """The shape that a cache had before it was quantized."""
     if hasattr(cache, "caches"):
-        return type(cache).__name__, [_plain(inner) for inner in cache.caches]
+        return type(cache), [_plain(inner, runtime) for inner in cache.caches]
     names = ("max_size", "keep", "chunk_size")
-    return type(cache).__name__.replace("Quantized", ""), [getattr(cache, name, None) for name in names]
+    return runtime.plain_class(cache), [getattr(cache, name, None) for name in names]
 
 
 def _shape(cache: Any) -> Any:

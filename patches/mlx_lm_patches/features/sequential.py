@@ -69,7 +69,7 @@ def _keeping_boundaries(original: Callable[..., Any], runtime: Runtime) -> Calla
             runtime, fetch.prefixes, fetch.source, tokens, caches, len(rest), kwargs.get("prompt_progress_callback")
         )
         kwargs["prompt_progress_callback"] = progress
-        part = _before_tail(segments, fetch, kwargs) if runtime.active else 0
+        part = _before_tail(segments, fetch, kwargs, runtime) if runtime.active else 0
         if part > 0:
             _prefill(part, progress, kwargs)
             kwargs["prompt"] = rest[part:]
@@ -86,17 +86,19 @@ def _follows(fetch: Fetch, args: Any, kwargs: dict[str, Any]) -> bool:
     return isinstance(rest, list) and isinstance(caches, list) and fetch.cached + len(rest) == fetch.count
 
 
-def _before_tail(segments: Any, fetch: Fetch, kwargs: dict[str, Any]) -> int:
+def _before_tail(segments: Any, fetch: Fetch, kwargs: dict[str, Any], runtime: Runtime) -> int:
     """How many of the remaining tokens to prefill by themselves, to keep a boundary before a thinking tail; 0 for none.
 
     The next turn's prompt will not contain the tail. Caches that can be cut need
     no boundary. Logits processors count tokens, so their prompt is left whole.
     """
+    from mlx_lm.models.cache import KVCache
+
     if segments is None or len(segments[0]) < 2 or segments[1][-1] != "assistant":
         return 0
     if kwargs.get("logits_processors") or kwargs.get("input_embeddings") is not None:
         return 0
-    if all(type(cache).__name__ in ("KVCache", "QuantizedKVCache") for cache in kwargs["prompt_cache"]):
+    if all(runtime.plain_class(cache) is KVCache for cache in kwargs["prompt_cache"]):
         return 0
     return max(0, fetch.count - len(segments[0][-1]) - fetch.cached)
 
