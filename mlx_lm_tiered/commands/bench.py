@@ -52,6 +52,11 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(schemes, "--decode-tokens", 16, "tokens decoded in each measurement")
     count(schemes, "--repeats", 5, "rounds, each with every scheme", "R")
     schemes.set_defaults(run=run_bench_schemes)
+    needle = benches.add_parser("needle", help="numbers hidden in a long text and asked for at its end, under KV schemes")
+    needle.add_argument("--schemes", default="bf16,turbo,affine:4", metavar="LIST", help="schemes, by commas (default: bf16,turbo,affine:4)")
+    count(needle, "--tokens", 1024, "tokens of a text")
+    count(needle, "--cases", 4, "texts, the number deeper in each")
+    needle.set_defaults(run=run_bench_needle)
     peak = benches.add_parser("peak", help="peak memory of a long prefill under KV schemes, against that in full precision")
     count(peak, "--tokens", 32768, "tokens of the prompt")
     peak.add_argument("--schemes", metavar="LIST", help="schemes, by commas (default: affine:8, affine:4, and affine:4 from the middle on)")
@@ -68,7 +73,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(guard, "--decode-tokens", 600, "tokens decoded in each measurement")
     count(guard, "--repeats", 8, "pairs of measurements", "R")
     guard.set_defaults(run=run_bench_guard)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, concurrent, guard):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, concurrent, guard):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     count(restoring, "--tokens", 6000, "tokens of the entry, each 131 kB")
@@ -84,7 +89,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     kernels.add_argument("parts", nargs="*", metavar="PART", help="of self-test, steps, sweep, model (default: all but sweep)")
     kernels.add_argument("--sweep", action="store_true", help="also measure every way to cut up the work")
     kernels.set_defaults(run=run_bench_kernels)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, concurrent, guard, restoring, start_up, kernels, peak):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, concurrent, guard, restoring, start_up, kernels, peak):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -179,6 +184,16 @@ def run_bench_schemes(args: argparse.Namespace) -> int:
 
     path = Path(model(args.model))
     return _run_rows(args, lambda: schemes.run(path, args.schemes.split(","), args.tokens, args.decode_tokens, args.repeats))
+
+
+def run_bench_needle(args: argparse.Namespace) -> int:
+    from .. import openblas
+
+    openblas.load()
+    from ..bench import needle
+
+    path = Path(model(args.model))
+    return _run_rows(args, lambda: needle.run(path, args.schemes.split(","), args.tokens, args.cases))
 
 
 def run_bench_peak(args: argparse.Namespace) -> int:
