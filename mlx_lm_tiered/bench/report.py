@@ -44,8 +44,9 @@ def lines(result: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows with the same keys, a column for each."""
-    cells = [list(rows[0]), *([_text(value) for value in row.values()] for row in rows)]
+    """Rows with a column for each key that any of them has."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names, *([_text(row.get(name)) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
 

@@ -7,7 +7,7 @@ import pytest
 from families import write_model_dir
 from mlx_lm.models.cache import KVCache
 
-from mlx_lm_tiered.bench import peak, schemes
+from mlx_lm_tiered.bench import peak, report, schemes
 from mlx_lm_tiered.schemes import softmax
 from mlx_lm_tiered.schemes.convert import convert
 from mlx_lm_tiered.schemes.spec import Affine
@@ -24,6 +24,12 @@ def test_its_rows_tell_schemes_apart():
     assert all(row["prefill_peak_bytes"] > 0 and row["decode_peak_bytes"] > 0 for row in result["rows"])
     assert eight["logit_difference_to_upstream"] == 0 and eight["tiled_logit_difference"] < 1
     assert "logit_difference_to_upstream" not in three, "whose width and start mlx-lm does not have"
+
+
+def test_a_table_has_what_only_some_rows_have():
+    """Only some schemes have a counterpart in mlx-lm."""
+    lines = report.table([{"scheme": "bf16", "kl": 0.0}, {"scheme": "affine:8", "kl": 0.00041, "difference": 0.0}]).splitlines()
+    assert [line.split() for line in lines] == [["scheme", "kl", "difference"], ["bf16", "0", "-"], ["affine:8", "0.00041", "0"]]
 
 
 def test_a_prefill_under_a_scheme_never_holds_the_scores_of_a_chunk(monkeypatch):
