@@ -35,6 +35,7 @@ from .traffic import Traffic, same_tokens
 
 CLIENTS = 4
 SAMPLES = 60
+FLOORS = 5  # parts of the second half, each of which counts with its lowest memory
 RAM, DISK = "8MB", 16 * 10**6
 RSS_LIMIT = 4.0  # MB per 1000 requests more than mlx-lm's: a leak of 4 KB a request
 GIVING_BACK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -153,8 +154,9 @@ def _process(pid: int) -> tuple[float, int | None, int | None]:
 def flatness(samples: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]], requests: int) -> dict[str, Any]:
     """What grew, and in `faults` what grew too much; `without` are samples of the server without the plugin.
 
-    ``rss_slope_mb_per_1000`` is the slope of the line of least squares through the memory
-    in the second half, in MB per 1000 requests, and ``..._without`` that server's.
+    ``rss_slope_mb_per_1000`` is the slope of the line of least squares through the lowest
+    memory of each fifth of the second half, in MB per 1000 requests: what it falls back
+    to. ``..._without`` is that server's.
     The other ``..._growth`` are differences of the medians of the last quarter and of the second.
     """
     slope, theirs = (_slope_of_second_half(of) * 1000 for of in (samples, without))
@@ -190,7 +192,9 @@ def flatness(samples: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]
 
 def _slope_of_second_half(samples: Sequence[dict[str, Any]]) -> float:
     half = samples[len(samples) // 2 :]
-    return _slope([s["requests"] for s in half], [s["rss_mb"] for s in half])
+    fifths = [half[len(half) * i // FLOORS : len(half) * (i + 1) // FLOORS] for i in range(FLOORS)]
+    lowest = [min(part, key=lambda s: s["rss_mb"]) for part in fifths if part]
+    return _slope([s["requests"] for s in lowest], [s["rss_mb"] for s in lowest])
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
