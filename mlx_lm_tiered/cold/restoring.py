@@ -20,7 +20,7 @@ logger = logging.getLogger("mlx_lm_tiered")
 # through the memory that decoding is bound by; the time that a disk takes is free. Where there
 # are few cores mlx computes on all of them, and what a restore takes is taken from decoding.
 SHARE = 0.25
-SHARE_OF_EACH = 0.03
+SHARE_OF_EACH = 0.02
 # Files that an entry may have for the generation thread to open them and make its memory, which takes milliseconds.
 FEW_FILES = 8
 LEAST = 0.001  # seconds: shorter pauses are saved up, as each is a turn of the interpreter that decoding needs

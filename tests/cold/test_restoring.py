@@ -211,7 +211,7 @@ class Costly:
         self.failed = False
 
 
-@pytest.mark.parametrize(("cores", "share"), [(2, 0.06), (4, 0.12), (32, 0.25)])
+@pytest.mark.parametrize(("cores", "share"), [(2, 0.04), (4, 0.08), (32, 0.25)])
 def test_where_cores_are_few_it_takes_less_of_them(store, monkeypatch, cores, share):
     """Measured by its pauses, which are no shorter than is worth waking for."""
     pauses = []
