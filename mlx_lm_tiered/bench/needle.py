@@ -16,13 +16,12 @@ from statistics import mean
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import cache as upstream
 
 from mlx_lm_tiered.bench.text import document
 from mlx_lm_tiered.progress import Progress
 from mlx_lm_tiered.schemes.spec import Spec, parse
 
-from .schemes import CHUNK, scheme
+from .schemes import loaded, prefilled, scheme
 
 CITIES = ("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Tunis", "Riga", "Perth")
 NEEDLE = "One of the special magic numbers for {city} is: {number}."
@@ -31,13 +30,8 @@ QUESTION = "What is the special magic number for {city} mentioned in the provide
 
 def run(model_path: Path, schemes: Sequence[str], tokens: int = 1024, cases: int = 4, seed: int = 0) -> dict[str, Any]:
     """Measure it over `cases` texts of about `tokens`, the needle deeper in each. Raises ValueError for a scheme that the model cannot have."""
-    import mlx_lm.server  # noqa: F401  (hooked before the model's modules are imported)
-
     specs = [parse(text) for text in schemes]
-    with scheme(next((spec for spec in specs if not spec.plain), parse("bf16"))):
-        from mlx_lm import load
-
-        model, tokenizer = load(str(model_path))
+    model, tokenizer = loaded(model_path, specs)
     drawn = random.Random(seed)
     hidden = [(CITIES[n % len(CITIES)], str(drawn.randrange(10**6, 10**7)), (n + 0.5) / cases) for n in range(cases)]
     texts = [haystack(tokenizer, tokens, *one) for one in hidden]
@@ -67,11 +61,7 @@ def ask(model: Any, tokenizer: Any, spec: Spec, prompt: list[int], wanted: str) 
     """Whether the model goes on with the number, and the number's mean negative log probability in nats."""
     answer = _tokens_of(tokenizer, wanted)
     with scheme(spec):
-        from mlx_lm.generate import generate_step
-
-        caches = upstream.make_prompt_cache(model)
-        for _ in generate_step(mx.array(prompt[:-1]), model, max_tokens=0, prefill_step_size=CHUNK, prompt_cache=caches):
-            raise AssertionError("a prefill without tokens to generate gave one")
+        caches = prefilled(model, prompt[:-1])
         nats, same, token = [], True, prompt[-1]
         # Step by step, as an answer is made. Up to the first difference the greedy answer is the number itself.
         for next_token in answer:

@@ -16,7 +16,7 @@ what rounds differently there may be quantized to the next step in the layers ab
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -39,13 +39,8 @@ PIECE = 64
 
 def run(model_path: Path, schemes: list[str], tokens: int = 4096, decode_tokens: int = 16, repeats: int = 5, text_tokens: int = 512) -> dict[str, Any]:
     """Measure it. Memory is bytes beside the weights, speeds tokens a second. Raises ValueError for a scheme that the model cannot have."""
-    import mlx_lm.server  # noqa: F401  (hooked before the model's modules are imported)
-
     specs = [parse(text) for text in schemes]
-    with scheme(next((spec for spec in specs if not spec.plain), parse("bf16"))):
-        from mlx_lm import load
-
-        model, tokenizer = load(str(model_path))
+    model, tokenizer = loaded(model_path, specs)
     # Half of the text must be past every start.
     text_tokens = max(text_tokens, *(4 * spec.start for spec in specs))
     prompt, text = (_tokens(tokenizer, count) for count in (tokens, text_tokens))
@@ -75,6 +70,26 @@ def run(model_path: Path, schemes: list[str], tokens: int = 4096, decode_tokens:
         row["decode_ratio_to_upstream"] = _ratio(times[id(theirs[spec])], mine) if spec in theirs else None
         row.update(_differences(model, spec, text[: 2 * PIECE]) if spec in theirs else {})
     return {"bench": "schemes", "model": model_path.name, "tokens": tokens, "decode_tokens": decode_tokens, "repeats": repeats, "rows": rows}
+
+
+def loaded(model_path: Path, specs: Sequence[Spec]) -> tuple[Any, Any]:
+    """A model whose attention is hooked for these schemes, and its tokenizer."""
+    import mlx_lm.server  # noqa: F401  (hooked before the model's modules are imported)
+
+    with scheme(next((spec for spec in specs if not spec.plain), parse("bf16"))):
+        from mlx_lm import load
+
+        return load(str(model_path))
+
+
+def prefilled(model: Any, tokens: Sequence[int]) -> list[Any]:
+    """New caches that hold these tokens, prefilled as mlx-lm does. Call it under a scheme."""
+    from mlx_lm.generate import generate_step
+
+    caches = upstream.make_prompt_cache(model)
+    for _ in generate_step(mx.array(tokens), model, max_tokens=0, prefill_step_size=CHUNK, prompt_cache=caches):
+        raise AssertionError("a prefill without tokens to generate gave one")
+    return caches
 
 
 @contextmanager
@@ -161,11 +176,7 @@ def _logits(model: Any, spec: Spec, tokens: list[int]) -> mx.array:
     """Log probabilities after each token of the last half."""
     half = len(tokens) // 2
     with scheme(spec):
-        from mlx_lm.generate import generate_step
-
-        caches = upstream.make_prompt_cache(model)
-        for _ in generate_step(mx.array(tokens[:half]), model, max_tokens=0, prompt_cache=caches):
-            raise AssertionError("a prefill without tokens to generate gave one")
+        caches = prefilled(model, tokens[:half])
         logits = model(mx.array([tokens[half:]]), cache=caches)[0].astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 

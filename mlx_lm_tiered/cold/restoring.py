@@ -87,7 +87,7 @@ class Ticket:
         self.restoring = restoring
         self.done = False
         self.cancelled = False
-        self.steps: Generator[int, None, None] = (size for size in ())  # once it is its turn
+        self.steps = restoring.steps()
 
 
 class Restorer:
@@ -190,10 +190,10 @@ class Restorer:
                 return
             self._waiting.popleft()
             self._held[ticket] = size
-            here = makes_memory and len(chain) <= FEW_FILES
-            ticket.steps = ticket.restoring.steps(filled=not here)
-            while here and not ticket.restoring.allocated and self._piece(ticket) is not None:
-                continue
+            if makes_memory and len(chain) <= FEW_FILES:
+                ticket.steps = ticket.restoring.steps(filled=False)
+                while not ticket.restoring.allocated and self._piece(ticket) is not None:
+                    continue
             self._turns.append(ticket)
             self._counts["started"] += 1
             self._condition.notify_all()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from ..turboquant.codebooks import GROUP, HEAD_DIMS, KEY_BITS, VALUE_BITS, VERSION
+from ..turboquant.codebooks import GROUP, KEY_BITS, VALUE_BITS, VERSION, unfit
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
@@ -82,7 +82,7 @@ class Turbo:
 
     def unfit(self, dim: int) -> str | None:
         """Why heads of `dim` cannot have this form, or None."""
-        return None if dim in HEAD_DIMS else f"heads of {dim} have no TurboQuant form; it is for {_or(HEAD_DIMS)}"
+        return unfit(dim)
 
     def nbytes(self, keys: int, values: int, itemsize: int) -> int:
         """Bytes of so many elements of keys and of values. A group has fp16 numbers: a key's a scale and a zero point, a value's a scale."""

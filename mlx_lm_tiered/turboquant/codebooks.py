@@ -51,6 +51,14 @@ SIGNS: dict[int, int] = {
 }  # fmt: skip
 
 
+def unfit(dim: int) -> str | None:
+    """Why heads of `dim` have no format, or None."""
+    if dim in HEAD_DIMS:
+        return None
+    *most, last = HEAD_DIMS
+    return f"heads of {dim} have no TurboQuant form; it is for {', '.join(map(str, most))} or {last}"
+
+
 def code_book(bits: int) -> list[float]:
     """All 2^bits centroids, rising; an index in the packed values is a place in it."""
     positive = CENTROIDS[bits]

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import codebooks
-from .codebooks import GROUP, HEAD_DIMS
+from .codebooks import GROUP
 from .packing import pack, unpack
 
 LARGEST, SMALLEST = 65504.0, 2.0**-24  # of fp16
@@ -46,9 +46,8 @@ class Encoded(NamedTuple):
 
 def check_dim(dim: int) -> None:
     """Raise ValueError for a head dimension without a format. mlx's Hadamard transform of some other sizes writes past its buffers on a CPU."""
-    if dim not in HEAD_DIMS:
-        *most, last = HEAD_DIMS
-        raise ValueError(f"heads of {dim} have no TurboQuant form; it is for {', '.join(map(str, most))} and {last}")
+    if reason := codebooks.unfit(dim):
+        raise ValueError(reason)
 
 
 def encode_keys(keys: mx.array, bits: int) -> Encoded:

@@ -13,8 +13,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-WIDTHS = (2, 3, 4, 5, 8)
-DIMS = (64, 128, 256, 512)
+from .codebooks import HEAD_DIMS, VALUE_BITS
+
 SEED = 42
 # Enough that Newton's method begins near its end.
 LLOYD_STEPS = 300
@@ -87,9 +87,9 @@ def sign_bits(dim: int) -> int:
 
 
 def main() -> None:
-    for bits in WIDTHS:
+    for bits in VALUE_BITS:
         print(f"{bits}: ({', '.join(f'{float(np.float32(c)):.9g}' for c in code_book(bits))}),")
-    for dim in DIMS:
+    for dim in HEAD_DIMS:
         print(f"{dim}: 0x{sign_bits(dim):0{dim // 4}x},")
 
 

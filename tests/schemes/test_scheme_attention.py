@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from attention_inputs import MASKS, noise
 from mlx_lm.models import base
-from mlx_lm.models.base import create_causal_mask
 
 from mlx_lm_tiered.schemes import attention, softmax
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache
@@ -13,23 +13,9 @@ from mlx_lm_tiered.schemes.caches import QuantizedKVCache
 ROWS, HEADS, KV_HEADS, DIM = 2, 6, 2, 64
 
 
-def noise(*shape: int, seed: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
-
-
 def held(slots: int, bits: int = 4, dim: int = DIM, value_dim: int = 0):
     cache = QuantizedKVCache(bits=bits, group_size=32)
     return cache.update_and_fetch(noise(ROWS, KV_HEADS, slots, dim, seed=1), noise(ROWS, KV_HEADS, slots, value_dim or dim, seed=2))
-
-
-MASKS = {
-    "none": lambda n, slots: None,
-    "causal": lambda n, slots: "causal",
-    "window": lambda n, slots: create_causal_mask(n, slots - n, window_size=50),
-    "left padding": lambda n, slots: create_causal_mask(n, slots - n, left_padding=mx.array([3, 90])),
-    "a row that sees nothing": lambda n, slots: create_causal_mask(n, slots - n, left_padding=mx.array([0, slots])),
-    "summands": lambda n, slots: mx.where(create_causal_mask(n, slots - n), 0.0, -1e9),
-}
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from attention_inputs import MASKS, noise
 from mlx_lm.models import base
-from mlx_lm.models.base import create_causal_mask
 
 from mlx_lm_tiered.schemes import attention, softmax, turbo_attention
 from mlx_lm_tiered.schemes.spec import Turbo
@@ -14,10 +14,6 @@ from mlx_lm_tiered.turboquant import codec
 from mlx_lm_tiered.turboquant.codec import Encoded
 
 attend = attention.build(base.quantized_scaled_dot_product_attention)
-
-
-def noise(*shape: int, seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def held(slots: int, form: Turbo = Turbo(8, 3), dim: int = 128, rows: int = 1, kv_heads: int = 2, value_dim: int = 0, dtype: mx.Dtype = mx.float32):
@@ -66,15 +62,6 @@ def test_every_width_and_head_dimension(dim, form, n):
     for tile in (13, 64, 1000):
         found = turbo_attention.tiled(queries, keys, values, 0.08, "causal", packed=n == 1, tile=tile)
         assert error(found, exact(queries, keys, values, 0.08, "causal")) < 1e-4
-
-
-MASKS = {
-    "none": lambda n, slots: None,
-    "window": lambda n, slots: create_causal_mask(n, slots - n, window_size=50),
-    "left padding": lambda n, slots: create_causal_mask(n, slots - n, left_padding=mx.array([3, 90])),
-    "a row that sees nothing": lambda n, slots: create_causal_mask(n, slots - n, left_padding=mx.array([0, slots])),
-    "summands": lambda n, slots: mx.where(create_causal_mask(n, slots - n), 0.0, -1e9),
-}
 
 
 @pytest.mark.parametrize("name", MASKS)
