@@ -19,9 +19,9 @@ import mlx.core as mx
 
 from mlx_lm_tiered.bench.text import document
 from mlx_lm_tiered.progress import Progress
-from mlx_lm_tiered.schemes.spec import Spec, parse
+from mlx_lm_tiered.schemes.spec import Spec
 
-from .schemes import loaded, prefilled, scheme
+from .in_process import loaded, named, planned, prefilled, scheme
 
 CITIES = ("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Tunis", "Riga", "Perth")
 NEEDLE = "One of the special magic numbers for {city} is: {number}."
@@ -30,13 +30,15 @@ QUESTION = "What is the special magic number for {city} mentioned in the provide
 
 def run(model_path: Path, schemes: Sequence[str], tokens: int = 1024, cases: int = 4, seed: int = 0) -> dict[str, Any]:
     """Measure it over `cases` texts of about `tokens`, the needle deeper in each. Raises ValueError for a scheme that the model cannot have."""
-    specs = [parse(text) for text in schemes]
-    model, tokenizer = loaded(model_path, specs)
+    asked = named(schemes)
+    model, tokenizer = loaded(model_path, [spec for _, spec in asked])
+    for _, spec in asked:
+        planned(model, spec, model_path)
     drawn = random.Random(seed)
     hidden = [(CITIES[n % len(CITIES)], str(drawn.randrange(10**6, 10**7)), (n + 0.5) / cases) for n in range(cases)]
     texts = [haystack(tokenizer, tokens, *one) for one in hidden]
     rows = []
-    for name, spec in zip(schemes, specs, strict=True):
+    for name, spec in asked:
         with Progress(name) as progress:
             seen = []
             for number, (text, (_, wanted, _)) in enumerate(zip(texts, hidden, strict=True)):

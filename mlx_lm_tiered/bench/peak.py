@@ -17,9 +17,10 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlx_lm_tiered.progress import Progress
-from mlx_lm_tiered.schemes.spec import Spec, parse
+from mlx_lm_tiered.schemes.spec import Spec
 
-from .schemes import CHUNK, Runner, scheme
+from .in_process import CHUNK, named, scheme
+from .schemes import Runner
 
 VOCABULARY, HIDDEN = 512, 256
 
@@ -28,23 +29,23 @@ def run(
     tokens: int = 32768, schemes: Sequence[str] | None = None, *, layers: int = 2, heads: int = 4, head_dim: int = 64
 ) -> dict[str, Any]:
     """One row a scheme, bytes beside the weights. Without `schemes`: 8 and 4 bits, and 4 bits from the middle of the prompt on. Raises ValueError."""
-    specs = [parse("bf16"), *(parse(text) for text in schemes or ("affine:8", "affine:4", f"affine:4@{tokens // 2}"))]
+    asked = named(["bf16", *(schemes or ("affine:8", "affine:4", f"affine:4@{tokens // 2}"))])
     if heads % 2:
         raise ValueError(f"{heads} heads are not two to a KV head")
     kv_heads = heads // 2
-    model = _model(specs[-1], layers, heads, kv_heads, head_dim)
+    model = _model(asked[-1][1], layers, heads, kv_heads, head_dim)
     prompt = [7 * place % VOCABULARY for place in range(tokens)]
     rows: list[dict[str, Any]] = []
-    for spec in specs:
+    for name, spec in asked:
         runner = Runner(model, spec)
-        with Progress(str(spec)):
+        with Progress(name):
             found = runner.prefill(prompt)
         kv = sum(cache.nbytes for cache in runner.caches)
         if not spec.plain and not all(getattr(cache, "bits", 0) for cache in runner.caches):
-            raise ValueError(f"{spec} has quantized nothing: a prompt of {tokens} tokens does not reach its start, or the heads cannot be grouped")
+            raise ValueError(f"{name} has quantized nothing: a prompt of {tokens} tokens does not reach its start, or the heads cannot be grouped")
         peak = found["prefill_peak_bytes"]
         first = rows[0]["prefill_peak_bytes"] if rows else peak
-        rows.append({"scheme": str(spec), "kv_bytes": kv, **found, "peak_ratio": peak / first})
+        rows.append({"scheme": name, "kv_bytes": kv, **found, "peak_ratio": peak / first})
         del runner
     size = model.model.embed_tokens.weight.dtype.size
     return {

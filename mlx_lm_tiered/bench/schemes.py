@@ -16,8 +16,6 @@ what rounds differently there may be quantized to the next step in the layers ab
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,35 +23,31 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as upstream
 
-from mlx_lm_hooks import disable, enable
-from mlx_lm_tiered.bench.text import document
+from mlx_lm_tiered.bench.text import first_tokens
 from mlx_lm_tiered.progress import Progress
-from mlx_lm_tiered.schemes.layers import for_model
-from mlx_lm_tiered.schemes.plan import make
 from mlx_lm_tiered.schemes.spec import Spec, parse
 
-CHUNK = 2048
+from .in_process import CHUNK, loaded, named, planned, scheme
+from .quality import Quality
+
 WARM_UP = 4
 PIECE = 64
 
 
 def run(model_path: Path, schemes: list[str], tokens: int = 4096, decode_tokens: int = 16, repeats: int = 5, text_tokens: int = 512) -> dict[str, Any]:
     """Measure it. Memory is bytes beside the weights, speeds tokens a second. Raises ValueError for a scheme that the model cannot have."""
-    specs = [parse(text) for text in schemes]
+    asked = named(schemes)
+    specs = [spec for _, spec in asked]
     model, tokenizer = loaded(model_path, specs)
-    # Half of the text must be past every start.
-    text_tokens = max(text_tokens, *(4 * spec.start for spec in specs))
-    prompt, text = (_tokens(tokenizer, count) for count in (tokens, text_tokens))
-    full = _logits(model, parse("bf16"), text)
+    prompt = first_tokens(tokenizer, tokens)
+    quality = Quality(model, tokenizer, specs, text_tokens)
     rows, runners = [], {}
-    for spec in specs:
-        with Progress(str(spec)):
-            plain_caches = upstream.make_prompt_cache(model)
-            with scheme(spec):
-                plan = make(model, plain_caches, for_model(spec, model_path), spec.start)
+    for name, spec in asked:
+        with Progress(name):
+            plan = planned(model, spec, model_path)
             runner = Runner(model, spec)
-            row = {"scheme": str(spec), "bytes_per_token": plan.bytes_at(tokens) / tokens, **runner.prefill(prompt), **runner.peak_of_decode()}
-            rows.append({**row, **_compare(full, _logits(model, spec, text))})
+            row = {"scheme": name, "bytes_per_token": plan.bytes_at(tokens) / tokens, **runner.prefill(prompt), **runner.peak_of_decode()}
+            rows.append({**row, **quality.of(spec)[0]})
             runners[spec] = runner
     plain = runners.get(parse("bf16")) or _prefilled(Runner(model, parse("bf16")), prompt)
     theirs = {spec: _prefilled(Upstream(model, spec), prompt) for spec in specs if _has_upstream(spec, model)}
@@ -68,38 +62,8 @@ def run(model_path: Path, schemes: list[str], tokens: int = 4096, decode_tokens:
         row["decode_tokens_s"] = decode_tokens / median(mine)
         row["decode_ratio_to_bf16"] = _ratio(times[id(plain)], mine)
         row["decode_ratio_to_upstream"] = _ratio(times[id(theirs[spec])], mine) if spec in theirs else None
-        row.update(_differences(model, spec, text[: 2 * PIECE]) if spec in theirs else {})
+        row.update(_differences(model, spec, quality.text[: 2 * PIECE]) if spec in theirs else {})
     return {"bench": "schemes", "model": model_path.name, "tokens": tokens, "decode_tokens": decode_tokens, "repeats": repeats, "rows": rows}
-
-
-def loaded(model_path: Path, specs: Sequence[Spec]) -> tuple[Any, Any]:
-    """A model whose attention is hooked for these schemes, and its tokenizer."""
-    import mlx_lm.server  # noqa: F401  (hooked before the model's modules are imported)
-
-    with scheme(next((spec for spec in specs if not spec.plain), parse("bf16"))):
-        from mlx_lm import load
-
-        return load(str(model_path))
-
-
-def prefilled(model: Any, tokens: Sequence[int]) -> list[Any]:
-    """New caches that hold these tokens, prefilled as mlx-lm does. Call it under a scheme."""
-    from mlx_lm.generate import generate_step
-
-    caches = upstream.make_prompt_cache(model)
-    for _ in generate_step(mx.array(tokens), model, max_tokens=0, prefill_step_size=CHUNK, prompt_cache=caches):
-        raise AssertionError("a prefill without tokens to generate gave one")
-    return caches
-
-
-@contextmanager
-def scheme(spec: Spec) -> Iterator[None]:
-    """The plugin on with a scheme, as a script has it, without its tiers."""
-    enable("tiered", kv_scheme=str(spec), prompt_cache_bytes=0)
-    try:
-        yield
-    finally:
-        disable()
 
 
 class Runner:
@@ -172,21 +136,6 @@ def _has_upstream(spec: Spec, model: Any) -> bool:
     return works and plain and spec.affine is not None and spec.start == 0 and spec.affine.bits in (2, 4, 8)
 
 
-def _logits(model: Any, spec: Spec, tokens: list[int]) -> mx.array:
-    """Log probabilities after each token of the last half."""
-    half = len(tokens) // 2
-    with scheme(spec):
-        caches = prefilled(model, tokens[:half])
-        logits = model(mx.array([tokens[half:]]), cache=caches)[0].astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def _compare(full: mx.array, other: mx.array) -> dict[str, float]:
-    """Mean Kullback-Leibler divergence in nats, and how often the best token is the same."""
-    kl = (mx.exp(full) * (full - other)).sum(axis=-1).mean()
-    return {"kl": kl.item(), "top1": (mx.argmax(full, axis=-1) == mx.argmax(other, axis=-1)).mean().item()}
-
-
 def _differences(model: Any, spec: Spec, tokens: list[int]) -> dict[str, float]:
     """Of logits from mlx-lm's own over the same text: a first half in steps of 8 tokens, and a second in one chunk."""
     half = len(tokens) // 2
@@ -209,13 +158,3 @@ def _fresh_peak() -> int:
     mx.clear_cache()
     mx.reset_peak_memory()
     return mx.get_active_memory()
-
-
-def _tokens(tokenizer: Any, count: int) -> list[int]:
-    tokens: list[int] = []
-    characters = 4 * count
-    while len(tokens) < count:
-        tokens = tokenizer.encode(document(characters))
-        if len(tokens) < count:
-            characters *= 2
-    return tokens[:count]

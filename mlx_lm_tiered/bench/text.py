@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 
 @cache
@@ -36,3 +37,13 @@ def long_document(model: Path, tokens: int) -> str:
     text = document(8 * tokens)
     offsets = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).offsets
     return text[: offsets[min(tokens, len(offsets)) - 1][1]]
+
+
+def first_tokens(tokenizer: Any, count: int) -> list[int]:
+    """The first `count` tokens of it."""
+    tokens: list[int] = []
+    characters = 4 * count
+    while len(tokens) < count:
+        tokens = tokenizer.encode(document(characters))
+        characters *= 2
+    return tokens[:count]

@@ -57,6 +57,11 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(needle, "--tokens", 1024, "tokens of a text")
     count(needle, "--cases", 4, "texts, the number deeper in each")
     needle.set_defaults(run=run_bench_needle)
+    turbo = benches.add_parser("turboquant", help="TurboQuant beside other KV schemes: logits, bytes of a token, tokens in the same bytes, attention")
+    turbo.add_argument("--schemes", metavar="LIST", help="schemes, by commas (default: bf16, affine in 8 and 4 bits, and turbo in several widths)")
+    count(turbo, "--text-tokens", 512, "tokens of the text, of which the logits of the last half are compared")
+    count(turbo, "--context", 16384, "tokens in bf16, whose bytes caches of the schemes fill")
+    turbo.set_defaults(run=run_bench_turboquant)
     peak = benches.add_parser("peak", help="peak memory of a long prefill under KV schemes, against that in full precision")
     count(peak, "--tokens", 32768, "tokens of the prompt")
     peak.add_argument("--schemes", metavar="LIST", help="schemes, by commas (default: affine:8, affine:4, and affine:4 from the middle on)")
@@ -73,7 +78,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(guard, "--decode-tokens", 600, "tokens decoded in each measurement")
     count(guard, "--repeats", 8, "pairs of measurements", "R")
     guard.set_defaults(run=run_bench_guard)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, concurrent, guard):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, concurrent, guard):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     count(restoring, "--tokens", 6000, "tokens of the entry, each 131 kB")
@@ -89,7 +94,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     kernels.add_argument("parts", nargs="*", metavar="PART", help="of self-test, steps, sweep, model (default: all but sweep)")
     kernels.add_argument("--sweep", action="store_true", help="also measure every way to cut up the work")
     kernels.set_defaults(run=run_bench_kernels)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, concurrent, guard, restoring, start_up, kernels, peak):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, concurrent, guard, restoring, start_up, kernels, peak):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -194,6 +199,17 @@ def run_bench_needle(args: argparse.Namespace) -> int:
 
     path = Path(model(args.model))
     return _run_rows(args, lambda: needle.run(path, args.schemes.split(","), args.tokens, args.cases))
+
+
+def run_bench_turboquant(args: argparse.Namespace) -> int:
+    from .. import openblas
+
+    openblas.load()
+    from ..bench import turboquant
+
+    path = Path(model(args.model))
+    schemes = args.schemes.split(",") if args.schemes else turboquant.SCHEMES
+    return _run_rows(args, lambda: turboquant.run(path, schemes, args.text_tokens, args.context))
 
 
 def run_bench_peak(args: argparse.Namespace) -> int:
