@@ -221,7 +221,7 @@ SEEDS = {
 
 # The same with heads of as many dimensions as TurboQuant is for. They are no families of their own.
 for _name, _family, _dim in (
-    ("dense64", "dense", 64), ("dense128", "dense", 128), ("sliding64", "sliding", 64), ("kv-shared64", "kv-shared", 64), ("chunked64", "chunked", 64)
+    ("dense64", "dense", 64), ("dense128", "dense", 128), ("dense256", "dense", 256), ("sliding64", "sliding", 64), ("kv-shared64", "kv-shared", 64), ("chunked64", "chunked", 64)
 ):  # fmt: skip
     _config = CONFIGS[_family]
     CONFIGS[_name] = _config | ({"text_config": _config["text_config"] | {"head_dim": _dim}} if "text_config" in _config else {"head_dim": _dim})

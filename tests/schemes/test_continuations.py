@@ -31,7 +31,7 @@ RECURRENT = ("hybrid", "parallel-hybrid")
 TABLE = [
     ("dense", "affine:2:32", 32), ("dense", "affine:4:64@40", 64), ("dense", "affine:6:128", 128), ("sliding", "affine:5:32@40", 32),
     ("sliding", "config", 32), ("kv-shared", "affine:4:32", 32), ("kv-donors", "affine:3:32@40", 32), ("sinks", "affine:6:32@40", 32),
-    ("hybrid", "affine:8:32@40", 32), ("parallel-hybrid", "affine:4:32", 32), ("dense", "turbo", 64), ("sliding", "turbo:k4v5", 128),
+    ("hybrid", "affine:8:32@40", 32), ("parallel-hybrid", "affine:4:32", 32), ("dense", "turbo", 256), ("sliding", "turbo:k4v5", 128),
     ("dense", "turbo:k4v5@40", 128), ("sliding", "turbo@40", 64),
 ]  # fmt: skip
 LAYERS = [{"layer_idx": 0, "bits": 8, "group_size": 32}, {"layer_idx": 1, "bits": 3, "group_size": 32}]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from families import write_model_dir
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_tiered.bench import peak, report, schemes
@@ -17,6 +16,7 @@ from support.models import TINY
 def test_its_rows_tell_schemes_apart():
     result = schemes.run(TINY["llama"], ["bf16", "affine:8:32", "affine:3:32@20"], tokens=60, decode_tokens=2, repeats=2, text_tokens=160)
     full, eight, three = result["rows"]
+    assert [row["scheme"] for row in result["rows"]] == ["bf16", "affine:8:32", "affine:3:32@20"], "as on the command line"
     assert full["kl"] == 0 and full["top1"] == 1 and full["decode_ratio_to_bf16"] == 1
     assert 0 < eight["kl"] < 0.01 < three["kl"] and three["top1"] < 1
     assert full["bytes_per_token"] > eight["bytes_per_token"] > three["bytes_per_token"]
@@ -34,13 +34,14 @@ def test_a_table_has_what_only_some_rows_have():
 
 def test_a_prefill_under_a_scheme_never_holds_the_scores_of_a_chunk(monkeypatch):
     monkeypatch.setattr(softmax, "TILE", 1 << 21)
-    result = peak.run(4096, ["affine:4", "affine:8@2048", "turbo"], heads=2)
-    full, four, later, turbo = result["rows"]
+    result = peak.run(4096, ["affine:4", "affine:8@2048", "turbo", "turbo@2048"], heads=2)
+    full, four, later, turbo, later_turbo = result["rows"]
     assert full["kv_bytes"] > 3 * later["kv_bytes"] > 3 * four["kv_bytes"]
     for row in (four, turbo):
         assert row["prefill_peak_bytes"] - row["kv_bytes"] < result["all_scores_of_a_chunk_bytes"] / 2
-    # The first chunk is computed over full precision.
-    assert max(four["peak_ratio"], turbo["peak_ratio"]) < later["peak_ratio"] == result["peak_ratio_max"] < 0.75
+    # The first chunk is computed over full precision; the conversion behind it does not wait for the prefill's end.
+    for now, then in ((four, later), (turbo, later_turbo)):
+        assert now["peak_ratio"] < then["peak_ratio"] <= result["peak_ratio_max"] < 0.75
 
 
 def test_a_start_that_is_not_reached_measures_nothing():
@@ -60,13 +61,3 @@ def test_conversion_takes_one_layer_at_a_time():
     one = caches[0].nbytes
     assert mx.get_peak_memory() - before <= 1.1 * one
     assert mx.get_active_memory() <= before - plain + 8 * one + (1 << 16)
-
-
-def test_more_bits_of_values_are_nearer_to_full_precision(tmp_path):
-    texts = ["turbo:k8v8", "turbo:k8v4", "turbo", "turbo:k8v2"]
-    result = schemes.run(write_model_dir("dense64", tmp_path / "model"), texts, tokens=60, decode_tokens=1, repeats=1, text_tokens=160)
-    assert [row["scheme"] for row in result["rows"]] == ["turbo:k8v8@0", "turbo:k8v4@0", "turbo:k8v3@0", "turbo:k8v2@0"]
-    kl = [row["kl"] for row in result["rows"]]
-    assert 0 < 3 * kl[0] < kl[1] and kl == sorted(kl)
-    # 3 layers, keys and values of 2 heads of 64.
-    assert [row["bytes_per_token"] for row in result["rows"]] == [6 * 2 * (36 + v * 4 + 2) for v in (8, 4, 3, 2)]

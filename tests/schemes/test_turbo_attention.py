@@ -90,14 +90,15 @@ def test_where_mlx_cannot_multiply_slices_keys_are_decoded(monkeypatch):
     assert error(attend(queries, keys, values, 0.09, None, 32, 8), exact(queries, keys, values, 0.09)) < 1e-4
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("form", "cosine", "norm"), [(Turbo(8, 3), 0.975, 0.2), (Turbo(8, 4), 0.99, 0.11), (Turbo(8, 8), 0.9999, 0.012)])
-def test_how_far_it_is_from_full_precision(form, cosine, norm):
+def test_how_far_it_is_from_full_precision(form, cosine, norm, dim):
     """Gate 3: 4096 keys, 64 queries, independent values, on which no averaging helps."""
-    keys, values = held(4096, form, kv_heads=1)
-    queries = noise(1, 1, 64, 128, seed=9)
-    plain = (noise(1, 1, 4096, 128, seed=1), noise(1, 1, 4096, 128, seed=2))
-    expected = mx.fast.scaled_dot_product_attention(queries, *plain, scale=128**-0.5)
-    found = attend(queries, keys, values, 128**-0.5, None, 32, 8)
+    keys, values = held(4096, form, dim, kv_heads=1)
+    queries = noise(1, 1, 64, dim, seed=9)
+    plain = (noise(1, 1, 4096, dim, seed=1), noise(1, 1, 4096, dim, seed=2))
+    expected = mx.fast.scaled_dot_product_attention(queries, *plain, scale=dim**-0.5)
+    found = attend(queries, keys, values, dim**-0.5, None, 32, 8)
     assert (found * expected).sum() / (mx.linalg.norm(found.flatten()) * mx.linalg.norm(expected.flatten())) >= cosine
     assert error(found, expected) < norm
 

@@ -17,7 +17,7 @@ from mlx_lm_tiered.schemes.turbo import TurboQuantKVCache
 REQUESTS = [(0, prompt(17, 1), 36), (2, prompt(90, 2), 12), (5, prompt(33, 3), 20), (24, prompt(110, 4), 6)]
 
 
-@pytest.mark.parametrize(("name", "text"), [("dense64", "turbo"), ("dense64", "turbo:k4v3@47"), ("sliding64", "turbo@60"), ("kv-shared64", "turbo:k8v4@47")])
+@pytest.mark.parametrize(("name", "text"), [("dense64", "turbo"), ("dense64", "turbo:k4v3@47"), ("dense256", "turbo@47"), ("sliding64", "turbo@60"), ("kv-shared64", "turbo:k8v4@47")])
 def test_rows_equal_their_solo_runs(name, text):
     with scheme(text):
         model, _ = build(name)
@@ -51,6 +51,47 @@ def test_the_bytes_of_a_token():
             alone(model, prompt(256), 0, step=256, caches=caches)
             sizes[text] = sum(c.nbytes for c in caches) / (3 * 256) / 2
     assert sizes == {"bf16": 512, "turbo": 200, "turbo:k8v4": 216, "turbo:k4v3@9": 136}
+
+
+@pytest.mark.parametrize(("text", "bytes_of_a_row"), [("turbo", 100), ("turbo:k5v4@20", 84)])
+def test_rows_of_a_batch_are_really_converted(text, bytes_of_a_row):
+    """And rings beside them are not."""
+    with scheme(text):
+        from mlx_lm.generate import BatchGenerator
+
+        model, _ = build("sliding64")
+        generator = BatchGenerator(model, completion_batch_size=4, prefill_batch_size=4, prefill_step_size=16)
+        generator.insert([prompt(n, n) for n in (15, 30, 45)], [8, 8, 8])
+        ended = []
+        while len(ended) < 3:
+            ended += [response.prompt_cache for response in generator.next()[1] if response.finish_reason]
+        generator.close()
+    for caches in ended:
+        assert {type(c) for c in caches} == {RotatingKVCache, TurboQuantKVCache}
+        for c in caches:
+            arrays = [*c.keys, *c.values] if isinstance(c, TurboQuantKVCache) else [c.keys, c.values]
+            each = sum(a.nbytes / a.shape[2] / a.shape[1] for a in arrays)
+            # A model in fp32.
+            assert each == (bytes_of_a_row if isinstance(c, TurboQuantKVCache) else 2 * 64 * 4)
+
+
+@pytest.mark.parametrize(("drafter", "of_drafts"), [("dense64", TurboQuantKVCache), ("sliding64", RotatingKVCache), ("dense", KVCache)])
+def test_drafts_change_nothing(caplog, drafter, of_drafts):
+    """Drafts of the model itself are taken, those of other models are mostly cut again. One with heads of 16 stays in full precision, and a warning says so."""
+    with scheme("turbo"):
+        from mlx_lm.generate import speculative_generate_step
+
+        model, _ = build("dense64")
+        draft, _ = build(drafter)
+        expected = alone(model, prompt(40), 24)
+        caches = cache.make_prompt_cache(model) + cache.make_prompt_cache(draft)
+        steps = list(speculative_generate_step(mx.array(prompt(40)), model, draft, num_draft_tokens=3, max_tokens=24, prompt_cache=caches))
+    assert [int(token) for token, _, _ in steps] == expected
+    assert (sum(drafted for *_, drafted in steps) > 12) == (drafter == "dense64")
+    layers = len(model.layers)
+    assert {type(c) for c in caches[:layers]} == {TurboQuantKVCache} and of_drafts in {type(c) for c in caches[layers:]}
+    off = [record.getMessage() for record in caplog.records if "is off for" in record.getMessage()]
+    assert ["heads of 16 have no TurboQuant form" in text for text in off] == [True] * (drafter == "dense")
 
 
 @pytest.mark.parametrize("at", [0, 60])

@@ -88,16 +88,21 @@ def test_turboquant_beside_rings(cache_dir, tmp_path):
     through_the_tiers(model, cache_dir, tmp_path, ["--kv-scheme", "turbo:k8v4@100"], True)
 
 
-def test_4_quantized_caches_with_a_draft_model(tiny_llama, cache_dir, tmp_path):
-    flags = ["--draft-model", str(tiny_llama), "--num-draft-tokens", "3", "--kv-scheme", "affine:8:32", "--kernels", "off"]
-    with tiered(tiny_llama, None, "--prompt-cache-bytes", "0", "--kv-scheme", "affine:8:32", log=tmp_path / "plain") as server:
+@pytest.mark.parametrize(("scheme", "starts"), [("affine:8:32", 1), ("turbo", 2)])
+def test_4_quantized_caches_with_a_draft_model(tiny_llama, cache_dir, tmp_path, scheme, starts):
+    model = tiny_llama if scheme != "turbo" else write_model_dir("dense64", tmp_path / "model")
+    flags = ["--draft-model", str(model), "--num-draft-tokens", "3", "--kv-scheme", scheme, "--kernels", "off", *RESTORE]
+    with tiered(model, None, "--prompt-cache-bytes", "0", "--kv-scheme", scheme, log=tmp_path / "plain") as server:
         expected = [ask(server, text).tokens for text in TEXTS]
         assert server.stats()["kv"]["kernels"] in ("none for this device", "on")
-    with tiered(tiny_llama, cache_dir, *flags, log=tmp_path / "drafted") as server:
-        assert [ask(server, text).tokens for text in TEXTS * 2] == expected * 2
-        assert ask(server, TEXTS[0]).cached_tokens > 100
-        stats = server.stats()
-        assert stats["faults"] == {} and stats["kv"]["kernels"] == "off" and stats["kv"]["kernels_failed"] == 0
+    for start in range(starts):
+        with tiered(model, cache_dir, *flags, log=tmp_path / f"drafted-{start}") as server:
+            assert [ask(server, text).tokens for text in TEXTS * (2 - start)] == expected * (2 - start)
+            assert ask(server, TEXTS[0]).cached_tokens > 100
+            stats = server.stats()
+            assert stats["faults"] == {} and stats["kv"]["kernels"] == "off" and stats["kv"]["kernels_failed"] == 0
+            assert (stats["hits_by_tier"]["ssd"] >= 3) == (start == 1)
+            assert server.terminate() == 0
 
 
 @pytest.mark.parametrize(
