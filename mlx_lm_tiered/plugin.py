@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_lm_hooks import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Refused, Route, Row, Serves, UsageError, hookimpl
+from mlx_lm_hooks import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Refused, Route, Row, Serves, Speculation, UsageError, hookimpl
 
 from . import settings as table
 from .runtime import Runtime
 from .schemes.choose import choose
+from .speculation.choose import chosen_tokens
 
 _runtime: Runtime | None = None
 
@@ -40,8 +41,9 @@ def mlx_lm_configure(invocation: Invocation) -> None:
         # Upstream's default of 10 entries would evict by count long before memory is short.
         invocation.args.prompt_cache_size = sys.maxsize
     scheme = choose(settings.kv_scheme, invocation)
+    draft_tokens = chosen_tokens(settings.speculation, invocation)
     mlx_lm_unconfigure()
-    _runtime = Runtime(settings, scheme)
+    _runtime = Runtime(settings, scheme, draft_tokens)
     _runtime.args = invocation.args
     if invocation.command == "server" and settings.warm is not None:
         from .serving.warm import prepare
@@ -138,6 +140,11 @@ def mlx_lm_merge_row(caches: Sequence[Any]) -> list[Any] | None:
 @hookimpl
 def mlx_lm_kv_scheme() -> KVScheme | None:
     return _runtime.scheme() if _runtime is not None else None
+
+
+@hookimpl
+def mlx_lm_speculation() -> Speculation | None:
+    return _runtime.speculation() if _runtime is not None else None
 
 
 @hookimpl

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .saving import Saver
     from .schemes.plan import Plan
     from .schemes.scheme import Scheme
+    from .speculation.requests import Speculating
     from .storage import Storage
 
 logger = logging.getLogger("mlx_lm_tiered")
@@ -52,10 +53,12 @@ class Warms(Protocol):
 class Runtime:
     """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
 
-    def __init__(self, settings: Settings, spec: Spec = PLAIN):
+    def __init__(self, settings: Settings, spec: Spec = PLAIN, draft_tokens: int | None = None):
         self.settings = settings
         self._spec = spec
         self._scheme: Scheme | None = None
+        self._draft_tokens = draft_tokens
+        self._speculation: Speculating | None = None
         self.statistics = Statistics()
         self.engine: Engine | None = None
         self.args: argparse.Namespace | None = None  # of the command
@@ -116,6 +119,15 @@ class Runtime:
 
             self._scheme = Scheme(self._spec, self.statistics, self.settings.kernels)
         return self._scheme
+
+    def speculation(self) -> Speculating | None:
+        """What requests get their drafts from, made on first use; None when it is off."""
+        if self._speculation is None and self.settings.speculation != "off":
+            from .speculation.ngram import NGramSource
+            from .speculation.requests import Speculating
+
+            self._speculation = Speculating(NGramSource(), self._draft_tokens, self.statistics)
+        return self._speculation
 
     def _plan_of(self, model: Any) -> Plan | None:
         return self._scheme.plan_of(model) if self._scheme is not None else None
@@ -255,6 +267,7 @@ class Runtime:
             "memory": self.guard.report() if self.engine is not None else None,
             "ssd": self._report_ssd(caches),
             "warm": self.warmer.report() if self.warmer is not None else None,
+            "speculation": self._speculation.report() if self._speculation is not None else None,
             "kv": self._scheme.report([entry for cache in caches for entry in cache.ram]) if self._scheme is not None else None,
         }
 

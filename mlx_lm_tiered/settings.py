@@ -127,6 +127,11 @@ class Settings:
         "Decode attention over quantized KV by a kernel of the plugin's: auto (where the device has one and its self-test passes) or off.",
         shown="auto", metavar="WHEN",
     )  # fmt: skip
+    speculation: str = _setting(
+        "off", one_of("off", "ngram"),
+        "Draft tokens of a request that is alone and verify them together: off, or ngram (what followed the same tokens earlier in prompt and answer). mlx-lm's --num-draft-tokens says how many.",
+        shown="off", metavar="SOURCE", server=True,
+    )  # fmt: skip
     ssd_cache: Path | None = _setting(
         None, parse_directory, "Directory of the SSD tier; it is made if need be.", shown="off", metavar="DIR"
     )

@@ -39,6 +39,9 @@ _HOMES = {
     "RequestCheckpoints": "types",
     "SeamReport": "types",
     "Serves": "types",
+    "Speculation": "types",
+    "SpeculativeRow": "types",
+    "Speculator": "types",
     "Taken": "types",
     "UsageError": "types",
 }

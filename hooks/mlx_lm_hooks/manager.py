@@ -12,7 +12,7 @@ import pluggy
 
 from . import specs
 from .markers import PROJECT
-from .types import Admission, Engine, GenerationCheckpoints, Host, Invocation, KVScheme, ModelSource, PluginError, PrefixCache, Refused, Route, Row, Serves, UsageError
+from .types import Admission, Engine, GenerationCheckpoints, Host, Invocation, KVScheme, ModelSource, PluginError, PrefixCache, Refused, Route, Row, Serves, Speculation, UsageError
 
 PLUGIN_GROUP = "mlx_lm.plugins"
 HOST_GROUP = "mlx_lm.host"
@@ -123,6 +123,9 @@ class Plugins:
 
     def kv_scheme(self) -> KVScheme | None:
         return self._hook.mlx_lm_kv_scheme()
+
+    def speculation(self) -> Speculation | None:
+        return self._hook.mlx_lm_speculation()
 
     def admit(self, request: Admission) -> Refused | None:
         return self._hook.mlx_lm_admit(request=request)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .markers import hookspec
-from .types import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Refused, Route, Row, Serves
+from .types import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Refused, Route, Row, Serves, Speculation
 
 
 @hookspec
@@ -88,6 +88,11 @@ def mlx_lm_merge_row(caches: Sequence[Any]) -> list[Any] | None:
 @hookspec(firstresult=True)
 def mlx_lm_kv_scheme() -> KVScheme | None:
     """How KV is stored, or None to leave that to upstream. Called once, when mlx-lm is hooked."""
+
+
+@hookspec(firstresult=True)
+def mlx_lm_speculation() -> Speculation | None:
+    """What drafts tokens of requests that are alone in a batch, or None. Called once, when mlx-lm is hooked."""
 
 
 @hookspec(firstresult=True)

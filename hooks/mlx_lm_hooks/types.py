@@ -270,6 +270,57 @@ class KVScheme(Protocol):
         """What stands in for upstream's quantized attention: the same parameters, and `sinks`. Asked for once."""
 
 
+class SpeculativeRow(Protocol):
+    """A sequence that is alone in its batch, between two tokens: `caches` hold exactly `tokens`, and the token behind them is sampled."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The prompt and what was emitted. The row's own list."""
+
+    @property
+    def caches(self) -> list[Any]:
+        """One a layer, in batch form."""
+
+    @property
+    def pending(self) -> int:
+        """The token behind `tokens`: sampled, and neither emitted nor in the caches. Waits until it is computed."""
+
+    @property
+    def room(self) -> int:
+        """How many tokens may be verified behind the pending one; more would only be thrown away."""
+
+    @property
+    def together(self) -> bool:
+        """Whether several positions may be sampled at once: nothing that decides a token looks at those before it."""
+
+    def sample(self, logits: Any) -> list[int]:
+        """Sample behind the pending token, from `logits` (1, vocabulary), or with `together` (positions, vocabulary) behind it and the tokens after it."""
+
+    def emit(self) -> bool:
+        """Emit the pending token; the first sampled one that was not yet pending takes its place. True when the row has ended with it."""
+
+
+class Speculator(Protocol):
+    """The speculation of one request. Called on the generation thread."""
+
+    def advance(self, row: SpeculativeRow) -> bool:
+        """Forward the row's pending token and drafts behind it, and emit what it would have emitted without them, at least the pending token.
+
+        Afterwards the caches hold exactly the row's tokens, also when the row has ended. False when nothing was done: the
+        host then forwards the pending token itself.
+        """
+
+
+class Speculation(Protocol):
+    """Where requests get their drafts from. Called on the generation thread."""
+
+    def model_loaded(self, model: Any) -> None:
+        """A server's model is about to be served."""
+
+    def begin(self, model: Any, row: SpeculativeRow) -> Speculator | None:
+        """A request is alone in its batch for the first time; None when it cannot speculate."""
+
+
 class Engine(Protocol):
     """The server's generation loop, as a plugin may see it. Thread-safe."""
 

@@ -78,6 +78,12 @@ class PlainKind(_FromFirst):
     def signature(self, cache: Any) -> str:
         return "kv:plain"
 
+    def unwinds(self, cache: Any, whole: bool) -> bool:
+        return True
+
+    def unwind(self, cache: Any, n: int) -> None:
+        cache.trim(n)
+
     def _slots(self, cache: Any, n: int | None) -> int:
         capacity = cache.keys.shape[TOKEN_AXIS]
         return capacity if n is None else room(n, cache.step, capacity)

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from .attention import TOKEN_AXIS
 from .kind import Dump, Kind, Tensor, share, total_nbytes
+from .rotating import unwind_ring
 from .untrusted import INDICES, Reader
 
 
@@ -67,6 +68,12 @@ class BatchKind(_Batch):
     def signature(self, cache: Any) -> str:
         return "batch:kv:plain"
 
+    def unwinds(self, cache: Any, whole: bool) -> bool:
+        return True
+
+    def unwind(self, cache: Any, n: int) -> None:
+        cache.trim(n)
+
     def lend(self, cache: Any, n: int | None = None) -> Any:
         lent = type(cache)([0])
         self._share_into(lent, cache)
@@ -98,6 +105,16 @@ class BatchRotatingKind(_Batch):
 
     def signature(self, cache: Any) -> str:
         return "batch:kv:rotating-plain"
+
+    def order(self, cache: Any) -> None:
+        cache._temporal_order()
+
+    def unwinds(self, cache: Any, whole: bool) -> bool:
+        return not whole
+
+    def unwind(self, cache: Any, n: int) -> None:
+        unwind_ring(cache, n)
+        cache._offset -= n
 
     def lend(self, cache: Any, n: int | None = None) -> Any:
         lent = type(cache)(cache.max_size, [0])

@@ -97,6 +97,17 @@ class Kind:
     def observe(self, cache: Any) -> None:
         """Note what bounds the reuse of a cache that just took a chunk of tokens."""
 
+    def order(self, cache: Any) -> None:
+        """Before a chunk of several tokens: put what upstream's mask for such a chunk expects in order into that order."""
+
+    def unwinds(self, cache: Any, whole: bool) -> bool:
+        """Whether `unwind` can take tokens of the chunk that comes next back: all but its first, or the `whole` chunk."""
+        return False
+
+    def unwind(self, cache: Any, n: int) -> None:
+        """Take the last `n` tokens of the last chunk, one of several tokens, back, as if they had never come. `unwinds` must have allowed it."""
+        raise NotImplementedError
+
     def row(self, cache: Any) -> Any | None:
         """The cache as a batch of one over the same buffers, or None if upstream must merge."""
         return None

@@ -63,6 +63,17 @@ class LockstepKind(Kind):
     def can_cut(self, cache: Any, n: int) -> bool:
         return self.inner.can_cut(cache.parts[0], n)
 
+    def order(self, cache: Any) -> None:
+        for part in cache.parts:
+            self.inner.order(part)
+
+    def unwinds(self, cache: Any, whole: bool) -> bool:
+        return self.inner.unwinds(cache.parts[0], whole)
+
+    def unwind(self, cache: Any, n: int) -> None:
+        for part in cache.parts:
+            self.inner.unwind(part, n)
+
     def _copy_bounds(self, made: Any, cache: Any) -> None:
         raise NotImplementedError
 

@@ -117,5 +117,11 @@ class QuantizedKind(Kind):
             raise reader.fault(f"{packed.shape[TOKEN_AXIS]} slots cannot hold {cache.offset} tokens")
         return packed, scales, biases
 
+    def unwinds(self, cache: Any, whole: bool) -> bool:
+        return True
+
+    def unwind(self, cache: Any, n: int) -> None:
+        cache.trim(n)
+
     def nbytes(self, cache: Any) -> int:
         return 0 if cache.keys is None else total_nbytes([*cache.keys, *cache.values])

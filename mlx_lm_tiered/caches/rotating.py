@@ -23,6 +23,18 @@ def linear(cache: Any) -> bool:
     return cache._idx == cache.offset <= cache.keys.shape[TOKEN_AXIS]
 
 
+def unwind_ring(cache: Any, n: int) -> None:
+    """Take the last `n` tokens of a chunk of more than `n`, several, tokens back, wherever the ring had wrapped.
+
+    Upstream puts the ring in order for such a chunk, drops what its first token does
+    not see, and appends all of it: so what is left is what a chunk without those tokens leaves.
+    The slots go with the tokens, because upstream takes slots beyond the window for tokens to drop.
+    """
+    cache.keys, cache.values = (array[..., : cache._idx - n, :] for array in (cache.keys, cache.values))
+    cache._idx -= n
+    cache.offset = cache.offset - n
+
+
 class RotatingKind(Kind):
     """Cut only while nothing can have been dropped, which is up to the last token before `max_size`.
 
@@ -102,6 +114,12 @@ class RotatingKind(Kind):
 
     def nbytes(self, cache: Any) -> int:
         return total_nbytes((cache.keys, cache.values))
+
+    def unwinds(self, cache: Any, whole: bool) -> bool:
+        return not whole
+
+    def unwind(self, cache: Any, n: int) -> None:
+        unwind_ring(cache, n)
 
     def row(self, cache: Any) -> Any | None:
         if self.empty(cache):

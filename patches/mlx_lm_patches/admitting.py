@@ -79,8 +79,9 @@ class Watch:
         self._steps = 0
 
     def due(self, prompts: Sequence[Any], responses: Sequence[Any]) -> bool:
-        """Count one step; whether it is time to ask."""
-        self._steps += bool(responses)
+        """Count one step, in which a row that is alone may get several tokens; whether it is time to ask."""
+        alone = bool(responses) and responses[0].uid == responses[-1].uid
+        self._steps += len(responses) if alone else bool(responses)
         if self._steps < INTERVAL and not any(response.end_of_prompt for response in prompts):
             return False
         self._steps = 0

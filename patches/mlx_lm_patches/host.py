@@ -48,7 +48,8 @@ class Host:
         self.deactivate()
         _refuse_distributed()
         runtime = Runtime(plugins, invocation)
-        seams, unknown = _gate(invocation, {"schemes", "rows"} if runtime.scheme is not None else set())
+        needed = {"schemes", "rows"} if runtime.scheme is not None else set()
+        seams, unknown = _gate(invocation, needed | ({"speculation"} if runtime.speculation is not None else set()))
         self._runtime = runtime
         self._seams, self._unknown = seams, unknown
         try:

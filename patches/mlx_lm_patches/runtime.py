@@ -51,6 +51,7 @@ class Runtime:
         self.invocation = invocation
         self.active = True
         self.scheme = plugins.kv_scheme()
+        self.speculation = plugins.speculation()
         self.sources: dict[Hashable, ModelSource] = {}
         self.served: tuple[Callable[[], Any], ModelSource] | None = None  # a weak reference to the server's model, and its source
         self.loads = 0

@@ -61,19 +61,24 @@ def build_next(original: Callable[..., Any], runtime: Runtime) -> Callable[..., 
             if following.state is not None:
                 replays += synthetic(type(self._generation_batch).Response, uid, following.replay)
                 following.state = None
+        due: dict[int, Following] = {}
         for response in responses:
             following = followed.get(response.uid)
             if following is None:
                 continue
             if response.finish_reason is not None:
                 followed.pop(response.uid).end(True)
+                due.pop(response.uid, None)
                 continue
             following.emitted += 1
             if following.due():
-                try:
-                    _save(self, response.uid, following)
-                except Exception as error:
-                    runtime.fault("taking a checkpoint of a row", error)
+                due[response.uid] = following
+        for uid, following in due.items():
+            # Of a row with several tokens in one step, when all are counted: its caches hold them all.
+            try:
+                _save(self, uid, following)
+            except Exception as error:
+                runtime.fault("taking a checkpoint of a row", error)
         return prompts, replays + responses
 
     return next

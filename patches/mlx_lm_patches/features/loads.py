@@ -126,6 +126,11 @@ def build_provider_load(original: Callable[..., Any], runtime: Runtime) -> Calla
                 runtime.plugins.model_loaded(source)
             except Exception as error:
                 runtime.fault("announcing a model", error)
+            if runtime.speculation is not None:
+                try:
+                    runtime.speculation.model_loaded(self.model)
+                except Exception as error:
+                    runtime.fault("looking at a model for speculation", error)
         return result
 
     return _load

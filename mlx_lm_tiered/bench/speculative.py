@@ -1,0 +1,108 @@
+"""Speculative decoding against plain decoding of the same prompt, in pairs.
+
+Three tasks: ``copy`` (the answer repeats the prompt's text), ``edit`` (it repeats it
+with a word exchanged) and ``free`` (it goes on with a text). The prompts begin the answer
+themselves, so that a model that follows no instructions does them, too.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..caches import lend
+from ..runtime import Runtime
+from .report import spread
+from .schemes import prefilled
+from .text import document
+
+TASKS = ("copy", "edit", "free")
+
+
+class Run(NamedTuple):
+    """One answer: its tokens, seconds to decode them, and what `/stats` says about the drafts."""
+
+    tokens: list[int]
+    seconds: float
+    report: dict[str, Any]
+
+
+def run(model_path: Path, source: str, gammas: Sequence[int], prefix_tokens: int, decode_tokens: int, repeats: int) -> dict[str, Any]:
+    """`rows`: for each task and number of drafts the speedup, the acceptance, and whether all answers were plain decoding's."""
+    from mlx_lm import load
+
+    model, tokenizer = load(str(model_path))
+    rows = []
+    for task in TASKS:
+        tokens = _prompt(task, tokenizer, prefix_tokens)
+        caches = prefilled(model, tokens[:-1])
+        _answer(model, caches, tokens, 8, "off", 1)
+        times: dict[int, list[float]] = {gamma: [] for gamma in gammas}
+        reports: dict[int, dict[str, Any]] = {}
+        equal = dict.fromkeys(gammas, True)
+        for _ in range(repeats):
+            for gamma in gammas:
+                plain = _answer(model, caches, tokens, decode_tokens, "off", 1)
+                speculative = _answer(model, caches, tokens, decode_tokens, source, gamma)
+                times[gamma].append(plain.seconds / speculative.seconds)
+                reports[gamma] = speculative.report
+                equal[gamma] &= plain.tokens == speculative.tokens
+        rows += [_row(task, gamma, times[gamma], reports[gamma], equal[gamma]) for gamma in gammas]
+    return {"source": source, "prefix_tokens": prefix_tokens, "decode_tokens": decode_tokens, "repeats": repeats, "rows": rows}
+
+
+def _row(task: str, gamma: int, ratios: list[float], report: dict[str, Any], equal: bool) -> dict[str, Any]:
+    figures = {name: report[name] for name in ("acceptance", "mean_accepted", "target_calls", "drafted", "accepted")}
+    return {"task": task, "gamma": gamma, **spread("speedup", ratios), **figures, "tokens_equal": equal}
+
+
+def _prompt(task: str, tokenizer: Any, count: int) -> list[int]:
+    """About that many tokens of a task."""
+    text = document(4 * count)
+    if task == "free":
+        return list(tokenizer.encode(text))[:count]
+    # Whole sentences, so that where the copy begins is a place like where the text begins.
+    words = text[: 3 * count].rpartition(". ")[0].split(" ")
+    second = words if task == "copy" else [re.sub(r"\bobject(s?)\b", r"thing\1", word) for word in words]
+    begun = len(words) // 4
+    return list(tokenizer.encode(f"{' '.join(words)}.\n\nThe same text once more:\n\n{' '.join(second[:begun])}"))
+
+
+def _answer(model: Any, caches: list[Any], tokens: list[int], count: int, source: str, gamma: int) -> Run:
+    """`caches` hold all tokens but the last, and go on holding them."""
+    from mlx_lm_hooks import disable, enable
+
+    from ..plugin import current
+
+    enable("tiered", speculation=source, prompt_cache_bytes=0)
+    try:
+        runtime = current()
+        assert runtime is not None
+        return _generate(runtime, model, caches, tokens, count, gamma)
+    finally:
+        disable()
+
+
+def _generate(runtime: Runtime, model: Any, caches: list[Any], tokens: list[int], count: int, gamma: int) -> Run:
+    from mlx_lm.generate import BatchGenerator
+
+    speculation = runtime.speculation()
+    if speculation is not None:
+        speculation.tokens = gamma
+    generator = BatchGenerator(model)
+    try:
+        generator.insert([tokens[-1:]], max_tokens=[count], caches=[lend(caches)], all_tokens=[tokens[:-1]])
+        emitted: list[int] = []
+        started = 0.0
+        while len(emitted) < count:
+            prompts, responses = generator.next()
+            if prompts:
+                started = time.perf_counter()
+            emitted += [response.token for response in responses]
+        seconds = time.perf_counter() - started
+    finally:
+        generator.close()
+    return Run(emitted, seconds, speculation.report() if speculation is not None else {})

@@ -1,0 +1,45 @@
+"""What speculation did, for `/stats`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Tally:
+    """Counters of one run. Written on the generation thread, read anywhere."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.target_calls = 0
+        self.replays = 0
+        self._drafted: list[int] = []  # by position in the draft
+        self._accepted: list[int] = []
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """One verification of `drafted` tokens, of which the first `accepted` were right."""
+        self.target_calls += 1
+        while len(self._drafted) < drafted:
+            self._accepted.append(0)
+            self._drafted.append(0)
+        for place in range(drafted):
+            self._drafted[place] += 1
+            self._accepted[place] += place < accepted
+
+    def replayed(self) -> None:
+        """Accepted tokens went through the model a second time."""
+        self.replays += 1
+
+    def report(self) -> dict[str, Any]:
+        """All counters, JSON-able. Rates are null where nothing was drafted."""
+        drafted, accepted = list(self._drafted), list(self._accepted)
+        calls = self.target_calls
+        return {
+            "requests": self.requests,
+            "target_calls": calls,
+            "replays": self.replays,
+            "drafted": sum(drafted),
+            "accepted": sum(accepted),
+            "acceptance": sum(accepted) / sum(drafted) if drafted else None,
+            "acceptance_by_position": [a / d for a, d in zip(accepted, drafted, strict=False)],
+            "mean_accepted": sum(accepted) / calls if calls else None,
+        }

@@ -1,0 +1,89 @@
+"""Seam: a row that is alone in its batch gets the tokens of several steps in one, where a plugin's drafts of them were right.
+
+Upstream takes a draft model only for requests that it serves one at a time. Here a
+batch's decoding step asks first, and is upstream's own when nothing was drafted or
+there are other rows. Between two steps everything is as upstream has it: the caches
+hold the row's tokens and the next one is sampled. So rows may join and leave, end,
+and be stored or kept as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .. import places
+from ..alone import AloneRow
+from ..runtime import Runtime
+from ..seam import Seam
+
+# Where a batch has what drafts for its rows, by uid; None for one that cannot speculate.
+SPECULATORS = "_mlx_lm_patches_speculators"
+UNTIL = "upstream speculates in batches"
+
+
+def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    speculation = runtime.speculation
+    if speculation is None:
+        return original
+
+    @functools.wraps(original)
+    def next(self: Any) -> Any:
+        if len(self.uids) != 1 or not runtime.active:
+            return original(self)
+        row = AloneRow(self, _start(runtime, self.model))
+        speculator = _speculator(self, row)
+        if speculator is None or not speculator.advance(row):
+            return original(self)
+        return row.responses()
+
+    def _speculator(batch: Any, row: AloneRow) -> Any:
+        known = vars(batch).setdefault(SPECULATORS, {})
+        uid = batch.uids[0]
+        if uid not in known:
+            # The rows before this one, which was with them or came when they had gone, are done.
+            known.clear()
+            known[uid] = None
+            try:
+                known[uid] = speculation.begin(batch.model, row)
+            except Exception as error:
+                runtime.fault("beginning to speculate", error)
+        return known[uid]
+
+    return next
+
+
+def _start(runtime: Runtime, model: Any) -> int:
+    """The tokens at which the plugin's KV scheme converts a row's caches, between two steps; 0 when it does not."""
+    scheme = runtime.scheme
+    return scheme.start if scheme is not None and scheme.start > 0 and scheme.converts(model) else 0
+
+
+SEAMS = [
+    Seam(
+        feature="speculation",
+        module="mlx_lm.generate",
+        qualname="GenerationBatch.next",
+        kind="wrap",
+        signature="(self)",
+        bodies={"c2ffba532a96df18": "0.32.0 0.32.1 0.32.2"},
+        why="emits drafted tokens that the model would have sampled itself",
+        until=UNTIL,
+        build=build,
+    ),
+    Seam(
+        feature="speculation",
+        **places.GENERATION_BATCH,
+        kind="check",
+        why="samples, counts and ends a row as `alone` does for several positions",
+        until=UNTIL,
+    ),
+    Seam(
+        feature="speculation",
+        **places.SERVER_LOOP,
+        kind="check",
+        why="answers each of a step's responses in order, several of one row too",
+        until=UNTIL,
+    ),
+]
