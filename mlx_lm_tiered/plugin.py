@@ -14,7 +14,7 @@ from mlx_lm_hooks import Admission, Engine, GenerationCheckpoints, Invocation, K
 from . import settings as table
 from .runtime import Runtime
 from .schemes.choose import choose
-from .speculation.choose import chosen_tokens
+from .speculation.choose import check as check_speculation
 
 _runtime: Runtime | None = None
 
@@ -41,9 +41,9 @@ def mlx_lm_configure(invocation: Invocation) -> None:
         # Upstream's default of 10 entries would evict by count long before memory is short.
         invocation.args.prompt_cache_size = sys.maxsize
     scheme = choose(settings.kv_scheme, invocation)
-    draft_tokens = chosen_tokens(settings.speculation, invocation)
+    check_speculation(settings.speculation, settings.num_draft_tokens, invocation)
     mlx_lm_unconfigure()
-    _runtime = Runtime(settings, scheme, draft_tokens)
+    _runtime = Runtime(settings, scheme)
     _runtime.args = invocation.args
     if invocation.command == "server" and settings.warm is not None:
         from .serving.warm import prepare

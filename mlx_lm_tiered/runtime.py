@@ -53,11 +53,10 @@ class Warms(Protocol):
 class Runtime:
     """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
 
-    def __init__(self, settings: Settings, spec: Spec = PLAIN, draft_tokens: int | None = None):
+    def __init__(self, settings: Settings, spec: Spec = PLAIN):
         self.settings = settings
         self._spec = spec
         self._scheme: Scheme | None = None
-        self._draft_tokens = draft_tokens
         self._speculation: Speculating | None = None
         self.statistics = Statistics()
         self.engine: Engine | None = None
@@ -126,7 +125,7 @@ class Runtime:
             from .speculation.ngram import NGramSource
             from .speculation.requests import Speculating
 
-            self._speculation = Speculating(NGramSource(), self._draft_tokens, self.statistics)
+            self._speculation = Speculating(NGramSource(), self.settings.num_draft_tokens, self.statistics)
         return self._speculation
 
     def _plan_of(self, model: Any) -> Plan | None:

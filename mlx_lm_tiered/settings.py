@@ -129,9 +129,12 @@ class Settings:
     )  # fmt: skip
     speculation: str = _setting(
         "off", one_of("off", "ngram"),
-        "Draft tokens of a request that is alone and verify them together: off, or ngram (what followed the same tokens earlier in prompt and answer). mlx-lm's --num-draft-tokens says how many.",
+        "Draft tokens of a request that is alone and verify them together: off, or ngram (what followed the same tokens earlier in prompt and answer).",
         shown="off", metavar="SOURCE", server=True,
     )  # fmt: skip
+    num_draft_tokens: int | None = _setting(
+        None, int, "Tokens that --speculation drafts at a time at most.", shown="the source's own: 8", metavar="N", upstream=True, server=True
+    )
     ssd_cache: Path | None = _setting(
         None, parse_directory, "Directory of the SSD tier; it is made if need be.", shown="off", metavar="DIR"
     )

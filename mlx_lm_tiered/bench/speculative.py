@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_lm_tiered import disable, enable, stats
+
 from ..caches import lend
-from ..runtime import Runtime
 from .report import spread
 from .schemes import prefilled
 from .text import document
 
 TASKS = ("copy", "edit", "free")
+AGAIN = "\n\nThe same text once more:\n\n"
 
 
 class Run(NamedTuple):
@@ -66,32 +68,24 @@ def _prompt(task: str, tokenizer: Any, count: int) -> list[int]:
         return list(tokenizer.encode(text))[:count]
     # Whole sentences, so that where the copy begins is a place like where the text begins.
     words = text[: 3 * count].rpartition(". ")[0].split(" ")
-    second = words if task == "copy" else [re.sub(r"\bobject(s?)\b", r"thing\1", word) for word in words]
+    second = words if task == "copy" else [re.sub(r"\bmethod(s?)\b", r"function\1", word) for word in words]
     begun = len(words) // 4
-    return list(tokenizer.encode(f"{' '.join(words)}.\n\nThe same text once more:\n\n{' '.join(second[:begun])}"))
+    return list(tokenizer.encode(f"{' '.join(words)}.{AGAIN}{' '.join(second[:begun])}"))
 
 
 def _answer(model: Any, caches: list[Any], tokens: list[int], count: int, source: str, gamma: int) -> Run:
     """`caches` hold all tokens but the last, and go on holding them."""
-    from mlx_lm_hooks import disable, enable
-
-    from ..plugin import current
-
-    enable("tiered", speculation=source, prompt_cache_bytes=0)
+    enable(speculation=source, num_draft_tokens=gamma, prompt_cache_bytes=0)
     try:
-        runtime = current()
-        assert runtime is not None
-        return _generate(runtime, model, caches, tokens, count, gamma)
+        emitted, seconds = _generated(model, caches, tokens, count)
+        return Run(emitted, seconds, (stats() or {})["speculation"] or {})
     finally:
         disable()
 
 
-def _generate(runtime: Runtime, model: Any, caches: list[Any], tokens: list[int], count: int, gamma: int) -> Run:
+def _generated(model: Any, caches: list[Any], tokens: list[int], count: int) -> tuple[list[int], float]:
     from mlx_lm.generate import BatchGenerator
 
-    speculation = runtime.speculation()
-    if speculation is not None:
-        speculation.tokens = gamma
     generator = BatchGenerator(model)
     try:
         generator.insert([tokens[-1:]], max_tokens=[count], caches=[lend(caches)], all_tokens=[tokens[:-1]])
@@ -102,7 +96,6 @@ def _generate(runtime: Runtime, model: Any, caches: list[Any], tokens: list[int]
             if prompts:
                 started = time.perf_counter()
             emitted += [response.token for response in responses]
-        seconds = time.perf_counter() - started
+        return emitted, time.perf_counter() - started
     finally:
         generator.close()
-    return Run(emitted, seconds, speculation.report() if speculation is not None else {})

@@ -8,15 +8,11 @@ from mlx_lm_hooks import Invocation, UsageError
 MOST = 64
 
 
-def chosen_tokens(speculation: str, invocation: Invocation) -> int | None:
-    """How many tokens ``--num-draft-tokens`` says, where it was given and `speculation` is on. Raises UsageError."""
-    if speculation == "off" or invocation.command != "server":
-        return None
+def check(speculation: str, tokens: int | None, invocation: Invocation) -> None:
+    """Refuse what contradicts `speculation` where it is on; `tokens` is ``--num-draft-tokens``, where it was given. Raises UsageError."""
+    if speculation == "off" or invocation.command not in ("server", "script"):
+        return
     if getattr(invocation.args, "draft_model", None) is not None:
         raise UsageError(f"--speculation {speculation} and --draft-model are two sources of drafts; leave one of them out")
-    if "num_draft_tokens" not in invocation.given:
-        return None
-    tokens = invocation.args.num_draft_tokens
-    if not 1 <= tokens <= MOST:
+    if tokens is not None and not 1 <= tokens <= MOST:
         raise UsageError(f"--num-draft-tokens {tokens} is not between 1 and {MOST}; leave --speculation out to draft none")
-    return int(tokens)

@@ -25,6 +25,7 @@ PROMPT = user("Tell me about lists.")
 CASES = {
     "llama, two rows": ("llama", {}, {"messages": user("What is a tuple?"), "repetition_penalty": 1.2, "repetition_context_size": 40}),
     "lfm2": ("lfm2", {}),
+    "lfm2, speculating": ("lfm2", {}),
     "llama, single": ("llama", {"seed": 7, "temperature": 0.8, "repetition_penalty": 1.3, "repetition_context_size": 40}),
 }
 
@@ -79,9 +80,10 @@ def kept(root: Path) -> set[str]:
 def test_a_killed_generation_goes_on(case, cache_dir, tmp_path):
     family, *options = CASES[case]
     requests = [body(**one) for one in options]
-    server = tiered(TINY[family], cache_dir, "--generation-checkpoint", EVERY, log=tmp_path / "log")
+    flags = ["--generation-checkpoint", EVERY, *(["--speculation", "ngram"] if "speculating" in case else [])]
+    server = tiered(TINY[family], cache_dir, *flags, log=tmp_path / "log")
     interrupted(server, cache_dir, *requests)
-    with tiered(TINY[family], cache_dir, "--generation-checkpoint", EVERY, log=tmp_path / "log") as server:
+    with tiered(TINY[family], cache_dir, *flags, log=tmp_path / "log") as server:
         got = answers(server, *requests)
         seen = server.stats()
         want = answers(server, *requests)  # the checkpoints are void: from the beginning

@@ -1,0 +1,63 @@
+"""Speculation in real servers: the same answers as without, to the next turn from RAM and from the disk, and beside other requests."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from support.models import TINY, document
+from support.server import tiered
+
+TEXT = document(700)
+PROMPT = TEXT + TEXT[:200]  # so that what follows was there before
+STOPS = (1, 2, 5, 6, 7, 16)
+
+
+def ask(server, prompt: str, count: int, **options):
+    """Text, tokens and reason of an answer; streamed ones have no tokens."""
+    answer = server.complete(prompt, max_tokens=count, tokens=not options.get("stream"), **options)
+    return answer.text, answer.tokens, answer.completion_tokens, answer.finish_reason
+
+
+def turns(server) -> list:
+    """For each place to stop at an answer and the next turn's."""
+    firsts = [ask(server, f"{count} {PROMPT}", count) for count in STOPS]
+    return firsts + [ask(server, f"{count} {PROMPT}{first[0]} and so", 8) for count, first in zip(STOPS, firsts, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "lfm2"])
+def test_turns_from_ram_and_disk_are_those_of_plain_decoding(family, cache_dir, tmp_path):
+    model, speculating = TINY[family], ("--speculation", "ngram", "--num-draft-tokens", "4")
+    with tiered(model, None, "--prompt-cache-bytes", "0", log=tmp_path / "plain.log") as server:
+        expected = turns(server)
+        streamed = ask(server, PROMPT, 40, stream=True)
+        stopped = ask(server, PROMPT, 40, stop=["\n"])
+    with tiered(model, cache_dir, *speculating, log=tmp_path / "first.log") as server:
+        assert turns(server) == expected
+        assert ask(server, PROMPT, 40, stream=True) == streamed
+        assert ask(server, PROMPT, 40, stop=["\n"]) == stopped and stopped[3] == "stop"
+        warm = server.stats()
+        assert server.terminate() == 0
+    with tiered(model, cache_dir, *speculating, log=tmp_path / "second.log") as server:
+        assert turns(server) == expected
+        restored = server.stats()
+    assert warm["hits_by_tier"]["ram"] >= len(STOPS) and restored["hits_by_tier"]["ssd"] >= len(STOPS)
+    for stats in (warm, restored):
+        found = stats["speculation"]
+        assert stats["faults"] == {} and found["source"] == "ngram" and found["draft_tokens"] == 4 and found["refused"] is None
+        assert 0 < found["accepted"] <= found["drafted"] and found["target_calls"] > 0
+        assert len(found["acceptance_by_position"]) <= 4 and all(0 <= rate <= 1 for rate in found["acceptance_by_position"])
+        assert stats["keys_shortened"] == 0
+
+
+def test_requests_at_once_answer_as_each_alone(tiny_gemma4, tmp_path):
+    prompts = [f"{number} {PROMPT}" for number in range(3)]
+    with tiered(tiny_gemma4, None, "--speculation", "ngram", log=tmp_path / "log") as server:
+        alone = [ask(server, prompt, 60) for prompt in prompts]
+        before = server.stats()["speculation"]["requests"]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            together = list(pool.map(lambda prompt: ask(server, prompt, 60), prompts))
+        after = server.stats()
+    assert together == alone and after["faults"] == {}
+    assert before == len(prompts)

@@ -1,0 +1,59 @@
+"""The n-gram source finds what a search of the whole sequence finds, however the sequence came."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mlx_lm_tiered.speculation.ngram import LEAST, LONGEST, PLACES, NGramDrafter
+
+
+def search(tokens: list[int], pending: int, most: int) -> list[int]:
+    """The same by comparing at every place, the latest first."""
+    whole = [*tokens, pending]
+    best, length = -1, 0
+    for end in range(len(whole) - 2, -1, -1):
+        same = 0
+        while same <= min(end, LONGEST) and whole[end - same] == whole[len(whole) - 1 - same]:
+            same += 1
+        if same > length:
+            best, length = end, same
+    if length < LEAST:
+        return []
+    copied = list(whole)
+    for at in range(best + 1, best + 1 + min(most, length)):
+        copied.append(copied[at])
+    return copied[len(whole) :]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_finds_the_latest_of_the_longest_matches(seed: int):
+    random.seed(seed)
+    tokens = [random.randint(0, 3) for _ in range(PLACES)]  # so few that no pair has more places than are looked at
+    grown = NGramDrafter()
+    found = 0
+    for count in range(len(tokens)):
+        sequence = tokens[:count]
+        for pending in range(4):
+            expected = search(sequence, pending, 5)
+            found += bool(expected)
+            assert grown.draft(sequence, pending, 5) == expected
+            assert NGramDrafter().draft(sequence, pending, 5) == expected
+            assert grown.hopes(sequence) or not expected
+    assert found > 40
+
+
+def test_a_repetition_goes_on_past_the_end():
+    drafter = NGramDrafter()
+    assert drafter.draft([7, 8, 9, 7, 8, 9, 7, 8], 9, 6) == [7, 8, 9, 7, 8, 9]
+    assert NGramDrafter().draft([4] * 9, 4, 3) == [4, 4, 4]
+
+
+def test_without_an_earlier_pair_nothing_is_hoped_for():
+    drafter = NGramDrafter()
+    assert not drafter.hopes([])
+    assert not drafter.hopes([1, 2, 3, 4])
+    assert drafter.hopes([1, 2, 3, 4, 1, 2])
+    assert drafter.draft([1, 2, 3, 4, 1, 2], 9, 4) == []
+    assert drafter.draft([1, 2, 3, 4, 1, 2], 3, 4) == [4, 1, 2]

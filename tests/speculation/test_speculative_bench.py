@@ -1,0 +1,38 @@
+"""``mlx_lm.tiered bench speculative`` with small numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mlx_lm_tiered.bench import speculative
+from mlx_lm_tiered.cli import main
+from support.models import TINY
+
+
+def test_each_task_is_measured_against_plain_decoding(tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    options = ["--gammas", "3", "--prefix-tokens", "120", "--decode-tokens", "40", "--repeats", "1"]
+    assert main(["bench", "speculative", "--model", str(TINY["llama"]), *options, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["task"], row["gamma"]) for row in rows] == [("copy", 3), ("edit", 3), ("free", 3)]
+    for row in rows:
+        assert row["tokens_equal"] and row["speedup"] > 0 and row["accepted"] <= row["drafted"]
+    assert rows[0]["accepted"] > 0 and "acceptance" in capsys.readouterr().out
+
+
+def test_the_edited_text_is_another_and_the_copied_one_is_not():
+    class Characters:
+        encode = staticmethod(list)
+
+    copied, edited = ("".join(speculative._prompt(task, Characters, 400)) for task in ("copy", "edit"))
+    first, _, second = copied.partition(speculative.AGAIN)
+    same, _, other = edited.partition(speculative.AGAIN)
+    assert first == same and first.startswith(second) and not first.startswith(other) and len(second) > 100
+
+
+@pytest.mark.parametrize("gammas", ["0", "65", "two"])
+def test_impossible_numbers_of_drafts_are_refused(gammas, capsys):
+    assert main(["bench", "speculative", "--model", str(TINY["llama"]), "--gammas", gammas]) == 2
+    assert "--gammas" in capsys.readouterr().err
