@@ -37,29 +37,29 @@ class Scheme:
         return lambda *args, **kwargs: upstream(*args, **kwargs)
 
 
-def activate(scheme: Scheme | None = None) -> Witness:
+def activate(scheme: Scheme | None = None, speculation: object = None) -> Witness:
     plugin = Witness()
-    plugin.scheme = scheme
+    plugin.scheme, plugin.speculation = scheme, speculation
     host.activate(plugin.plugins(), Invocation("script", argparse.Namespace()))
     return plugin
 
 
 def test_all_names_are_replaced_and_restored():
     before = current()
-    activate(Scheme())
+    activate(Scheme(), speculation=object())
     during = current()
     host.deactivate()
     assert all(during[name] is not before[name] for name in before)
     assert current() == before
 
 
-def test_without_a_scheme_its_names_stay_upstreams():
+def test_without_a_scheme_and_speculation_their_names_stay_upstreams():
     before = current()
     activate()
     during = current()
     host.deactivate()
     unchanged = {name for name in before if during[name] is before[name]}
-    assert unchanged == {seam.name for seam in SEAMS if seam.feature == "schemes" and seam.build is not None}
+    assert unchanged == {seam.name for seam in SEAMS if seam.feature in ("schemes", "speculation") and seam.build is not None}
 
 
 def test_activating_twice_wraps_once():

@@ -106,6 +106,7 @@ class Witness:
         self.prefixes: list[Prefixes] = []
         self.engine: Any = None
         self.scheme: Any = None
+        self.speculation: Any = None
         self.work = 0
         self.saved = True
         self.lock = threading.Lock()
@@ -157,6 +158,10 @@ class Witness:
     @hookimpl
     def mlx_lm_kv_scheme(self) -> Any:
         return self.scheme
+
+    @hookimpl
+    def mlx_lm_speculation(self) -> Any:
+        return self.speculation
 
     @hookimpl
     def mlx_lm_model_loaded(self, source: Any) -> None:

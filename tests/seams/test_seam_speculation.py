@@ -1,0 +1,85 @@
+"""The seam of a row alone in its batch: when a plugin is asked, what it is shown, and what comes of its faults."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from mlx_lm import load
+from witness import Witness
+
+from mlx_lm_hooks import Invocation
+from mlx_lm_patches.host import host
+from support.models import TINY
+
+PROMPTS = [list(range(20, 40)), list(range(30, 70))]
+
+
+class Notes:
+    """A `Speculation`, and each request's `Speculator`, that drafts nothing, or fails, and notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.begun: list[list[int]] = []
+        self.shown: list[tuple[int, int, int]] = []
+        self.fails = ""
+
+    def model_loaded(self, model) -> None:
+        raise AssertionError("no server loads a model here")
+
+    def begin(self, model, row):
+        self.begun.append(list(row.tokens))
+        if self.fails == "begin":
+            raise RuntimeError("the witness fails on purpose")
+        return self
+
+    def advance(self, row) -> bool:
+        assert row.together and len(row.caches) > 0
+        self.shown.append((len(row.tokens), row.pending, row.room))
+        return False
+
+
+@pytest.fixture
+def notes():
+    plugin = Witness()
+    plugin.speculation = Notes()
+    host.activate(plugin.plugins(), Invocation("script", argparse.Namespace()))
+    yield plugin.speculation
+    host.deactivate()
+
+
+def answers(model, prompts, most: int) -> dict[int, list[int]]:
+    from mlx_lm.generate import BatchGenerator
+
+    generator = BatchGenerator(model)
+    uids = generator.insert(prompts, max_tokens=[most - 3 * number for number in range(len(prompts))])
+    found: dict[int, list[int]] = {uid: [] for uid in uids}
+    left = len(uids)
+    while left:
+        for response in generator.next()[1]:
+            found[response.uid].append(response.token)
+            left -= response.finish_reason is not None
+    generator.close()
+    return found
+
+
+def test_it_is_shown_a_row_between_two_tokens(notes):
+    model, _ = load(str(TINY["llama"]))
+    (answer,) = answers(model, PROMPTS[:1], 8).values()
+    assert notes.begun == [PROMPTS[0]]
+    assert notes.shown == [(len(PROMPTS[0]) + place, token, 7 - place) for place, token in enumerate(answer)]
+
+
+def test_it_is_not_asked_while_there_are_two(notes):
+    model, _ = load(str(TINY["llama"]))
+    longer, shorter = answers(model, PROMPTS, 8).values()
+    assert (len(longer), len(shorter)) == (8, 5)
+    assert notes.begun == [PROMPTS[0] + longer[:5]]
+    assert [held for held, _, _ in notes.shown] == [len(PROMPTS[0]) + place for place in (5, 6, 7)]
+
+
+def test_a_fault_leaves_the_row_to_upstream(notes, caplog):
+    model, _ = load(str(TINY["llama"]))
+    expected = answers(model, PROMPTS[:1], 8)
+    notes.fails = "begin"
+    assert answers(model, PROMPTS[:1], 8) == expected
+    assert len(notes.begun) == 2 and caplog.text.count("plugin fault in beginning to speculate") == 1
