@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..speculation.choose import MOST
-from . import endurance
+from . import endurance, speculative
 from .terminal import count, directory, end_in_order, model, say, writable
 
 
@@ -79,14 +78,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(guard, "--decode-tokens", 600, "tokens decoded in each measurement")
     count(guard, "--repeats", 8, "pairs of measurements", "R")
     guard.set_defaults(run=run_bench_guard)
-    speculative = benches.add_parser("speculative", help="speculative decoding against plain decoding: copying, editing and free text")
-    speculative.add_argument("--source", choices=("ngram",), default="ngram", help="where drafts come from (default: ngram)")
-    speculative.add_argument("--gammas", default="4,8", metavar="LIST", help="tokens drafted at a time, by commas (default: 4,8)")
-    count(speculative, "--prefix-tokens", 300, "tokens of each prompt, about")
-    count(speculative, "--decode-tokens", 64, "tokens decoded in each measurement")
-    count(speculative, "--repeats", 3, "pairs of measurements", "R")
-    speculative.set_defaults(run=run_bench_speculative)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, concurrent, guard, speculative):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, concurrent, guard):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     count(restoring, "--tokens", 6000, "tokens of the entry, each 131 kB")
@@ -95,6 +87,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     restoring.add_argument("--directory", type=Path, metavar="DIR", help="make the files in a temporary directory under DIR")
     restoring.set_defaults(run=run_bench_restore)
     endurance.add_parsers(benches)
+    speculative.add_parser(benches)
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     count(start_up, "--repeats", 40, "starts with and without it", "R")
     start_up.set_defaults(run=run_bench_start_up)
@@ -102,7 +95,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     kernels.add_argument("parts", nargs="*", metavar="PART", help="of self-test, steps, sweep, model (default: all but sweep)")
     kernels.add_argument("--sweep", action="store_true", help="also measure every way to cut up the work")
     kernels.set_defaults(run=run_bench_kernels)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, concurrent, guard, restoring, start_up, kernels, peak, speculative):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, concurrent, guard, restoring, start_up, kernels, peak):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -196,7 +189,7 @@ def run_bench_schemes(args: argparse.Namespace) -> int:
     from ..bench import schemes
 
     path = Path(model(args.model))
-    return _run_rows(args, lambda: schemes.run(path, args.schemes.split(","), args.tokens, args.decode_tokens, args.repeats))
+    return run_rows(args, lambda: schemes.run(path, args.schemes.split(","), args.tokens, args.decode_tokens, args.repeats))
 
 
 def run_bench_needle(args: argparse.Namespace) -> int:
@@ -206,7 +199,7 @@ def run_bench_needle(args: argparse.Namespace) -> int:
     from ..bench import needle
 
     path = Path(model(args.model))
-    return _run_rows(args, lambda: needle.run(path, args.schemes.split(","), args.tokens, args.cases))
+    return run_rows(args, lambda: needle.run(path, args.schemes.split(","), args.tokens, args.cases))
 
 
 def run_bench_turboquant(args: argparse.Namespace) -> int:
@@ -217,7 +210,7 @@ def run_bench_turboquant(args: argparse.Namespace) -> int:
 
     path = Path(model(args.model))
     schemes = args.schemes.split(",") if args.schemes else turboquant.SCHEMES
-    return _run_rows(args, lambda: turboquant.run(path, schemes, args.text_tokens, args.context))
+    return run_rows(args, lambda: turboquant.run(path, schemes, args.text_tokens, args.context))
 
 
 def run_bench_peak(args: argparse.Namespace) -> int:
@@ -226,34 +219,14 @@ def run_bench_peak(args: argparse.Namespace) -> int:
     openblas.load()
     from ..bench import peak
 
-    return _run_rows(
+    return run_rows(
         args,
         lambda: peak.run(args.tokens, args.schemes and args.schemes.split(","), heads=args.heads),
         lambda result: ["a scheme's peak is above that of full precision"] if result["peak_ratio_max"] > 1 else [],
     )
 
 
-def run_bench_speculative(args: argparse.Namespace) -> int:
-    from .. import openblas
-
-    openblas.load()
-    from ..bench import speculative
-
-    path = Path(model(args.model))
-    try:
-        gammas = [int(text) for text in args.gammas.split(",")]
-    except ValueError:
-        return say(f"--gammas {args.gammas} is not a list of whole numbers", 2)
-    if not all(1 <= gamma <= MOST for gamma in gammas):
-        return say(f"--gammas {args.gammas}: each must be between 1 and {MOST}", 2)
-    return _run_rows(
-        args,
-        lambda: speculative.run(path, args.source, gammas, args.prefix_tokens, args.decode_tokens, args.repeats),
-        lambda result: [] if all(row["tokens_equal"] for row in result["rows"]) else ["tokens differ from plain decoding's"],
-    )
-
-
-def _run_rows(
+def run_rows(
     args: argparse.Namespace, measure: Callable[[], dict[str, Any]], faults: Callable[[dict[str, Any]], list[str]] = lambda result: []
 ) -> int:
     """A measurement with a table; 2 for a scheme that cannot be."""
