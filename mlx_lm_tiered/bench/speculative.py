@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from mlx_lm_tiered import disable, enable, stats
 
 from ..caches import lend
+from .in_process import prefilled
 from .report import spread
-from .schemes import prefilled
 from .text import document
 
 TASKS = ("copy", "edit", "free")
