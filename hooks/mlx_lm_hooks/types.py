@@ -310,6 +310,9 @@ class Speculator(Protocol):
         host then forwards the pending token itself.
         """
 
+    def usage(self) -> Mapping[str, int]:
+        """What the answer's `usage` says about its speculation; asked when the row has ended."""
+
 
 class Speculation(Protocol):
     """Where requests get their drafts from. Called on the generation thread."""

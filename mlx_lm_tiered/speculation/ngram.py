@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-# Tokens that must agree before a draft, the pending one among them.
+# Tokens that must agree before a draft, the pending one among them: at first, and after a draft of which something was right.
 LEAST = 3
 # Of the earlier places of a pair, how many of the latest are looked at; of a match, how many tokens are compared.
 PLACES, LONGEST = 64, 32
@@ -32,6 +32,7 @@ class NGramDrafter:
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # of a pair of tokens, the place of its second
         self._before = array("q")  # for each place, the place before of the same pair, or -1
+        self._least = LEAST
 
     def hopes(self, tokens: Sequence[int]) -> bool:
         self._index(tokens)
@@ -41,7 +42,7 @@ class NGramDrafter:
     def draft(self, tokens: Sequence[int], pending: int, most: int, caches: Sequence[Any] = ()) -> list[int]:
         self._index(tokens)
         place, length = self._longest(tokens, pending)
-        if length < LEAST:
+        if length < self._least:
             return []
         drafts: list[int] = []
         # A short match promises little.
@@ -52,7 +53,8 @@ class NGramDrafter:
         return drafts
 
     def verified(self, drafted: int, accepted: int) -> None:
-        pass
+        """Each draft of which nothing was right asks for a longer match: where text repeats by chance drafts soon cease."""
+        self._least = LEAST if accepted else min(self._least + 1, LONGEST)
 
     def _index(self, tokens: Sequence[int]) -> None:
         for at in range(len(self._before), len(tokens)):

@@ -57,6 +57,7 @@ class _Request:
         self._executor = executor
         self._tokens = tokens
         self._statistics = statistics
+        self._calls = self._drafted = self._accepted = 0
 
     def advance(self, row: SpeculativeRow) -> bool:
         most = min(self._tokens, row.room)
@@ -71,8 +72,13 @@ class _Request:
             return False
         if not drafts:
             return False
-        self._drafter.verified(len(drafts), self._executor.round(row, drafts))
+        accepted = self._executor.round(row, drafts)
+        self._calls, self._drafted, self._accepted = self._calls + 1, self._drafted + len(drafts), self._accepted + accepted
+        self._drafter.verified(len(drafts), accepted)
         return True
+
+    def usage(self) -> dict[str, int]:
+        return {"drafted_tokens": self._drafted, "accepted_tokens": self._accepted, "target_calls": self._calls}
 
 
 def _refusal(caches: Any) -> str:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from . import usage
 from .admitting import Watch, admit_row
 from .checkpointing import rows
 from .isolation import Row
@@ -65,7 +66,8 @@ def build(original: type, runtime: Runtime) -> type:
                 prompts, responses = [], self._after(error.with_traceback(None))
             for response in responses:
                 if response.finish_reason is not None and response.uid not in self._broken:
-                    self._rows.pop(response.uid, None)
+                    if (row := self._rows.pop(response.uid, None)) is not None:
+                        usage.note(runtime, self._generation_batch, row)
                     if (following := rows(self).pop(response.uid, None)) is not None:
                         following.end(True)  # in a step that failed later on
             if self._watch.due(prompts, responses):

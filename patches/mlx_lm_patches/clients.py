@@ -46,6 +46,11 @@ class Client:
                 self._context = response
             return response
 
+    @property
+    def context(self) -> Any:
+        """Upstream's context of the request, once there is one."""
+        return self._context
+
     def leave(self) -> None:
         """The request was answered, or will never be: whatever still works for it may stop."""
         if self._queue is not None:

@@ -51,6 +51,19 @@ def test_turns_from_ram_and_disk_are_those_of_plain_decoding(family, cache_dir, 
         assert stats["keys_shortened"] == 0
 
 
+def test_an_answers_usage_says_what_was_drafted_for_it(tiny_gemma4, tmp_path):
+    with tiered(tiny_gemma4, None, "--speculation", "ngram", log=tmp_path / "log") as server:
+        answers = [server.complete(PROMPT, max_tokens=40, stream=stream) for stream in (True, False)]
+        sequential = server.complete(PROMPT, max_tokens=4, seed=1)
+        stats = server.stats()["speculation"]
+    first, second = (answer.usage["speculation"] for answer in answers)
+    assert first == second and 0 < first["accepted_tokens"] <= first["drafted_tokens"]
+    assert [2 * first[name] for name in ("accepted_tokens", "drafted_tokens", "target_calls")] == [stats[name] for name in ("accepted", "drafted", "target_calls")]
+    assert "speculation" not in sequential.usage
+    with tiered(tiny_gemma4, None, log=tmp_path / "log") as server:
+        assert "speculation" not in server.complete(PROMPT, max_tokens=4).usage
+
+
 def test_requests_at_once_answer_as_each_alone(tiny_gemma4, tmp_path):
     prompts = [f"{number} {PROMPT}" for number in range(3)]
     with tiered(tiny_gemma4, None, "--speculation", "ngram", log=tmp_path / "log") as server:

@@ -57,3 +57,15 @@ def test_without_an_earlier_pair_nothing_is_hoped_for():
     assert drafter.hopes([1, 2, 3, 4, 1, 2])
     assert drafter.draft([1, 2, 3, 4, 1, 2], 9, 4) == []
     assert drafter.draft([1, 2, 3, 4, 1, 2], 3, 4) == [4, 1, 2]
+
+
+def test_after_wrong_drafts_a_longer_match_is_asked_for_until_one_is_right():
+    drafter, tokens = NGramDrafter(), [1, 2, 3, 4, 5, 9, 2, 3]
+    assert drafter.draft(tokens, 4, 2) == [5, 9]  # a match of 3
+    drafter.verified(2, 0)
+    assert drafter.draft(tokens, 4, 2) == []
+    longer = NGramDrafter()
+    longer.verified(2, 0)
+    assert longer.draft([1, 2, 3, 4, 5, 1, 2, 3], 4, 2) == [5, 1]  # of 4
+    drafter.verified(2, 1)
+    assert drafter.draft(tokens, 4, 2) == [5, 9]

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from mlx_lm_hooks.types import Refused, Reply, Request, Route
 
+from .. import usage
 from ..access import is_local
 from ..clients import Client
 from ..runtime import Runtime
@@ -169,7 +170,7 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
 
     for method in {method for method, _ in table} - {"GET", "POST"}:
         setattr(Handler, f"do_{method}", _other(method, base))
-    return Handler
+    return Handler if runtime.speculation is None else usage.handler(Handler, runtime)
 
 
 def _other(method: str, base: type) -> Callable[[Any], None]:

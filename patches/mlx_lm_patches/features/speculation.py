@@ -17,9 +17,8 @@ from .. import places
 from ..alone import AloneRow
 from ..runtime import Runtime
 from ..seam import Seam
+from ..usage import SPECULATORS
 
-# Where a batch has what drafts for its rows, by uid; None for one that cannot speculate.
-SPECULATORS = "_mlx_lm_patches_speculators"
 UNTIL = "upstream speculates in batches"
 
 
@@ -84,6 +83,29 @@ SEAMS = [
         **places.SERVER_LOOP,
         kind="check",
         why="answers each of a step's responses in order, several of one row too",
+        until=UNTIL,
+    ),
+    Seam(
+        feature="speculation",
+        module="mlx_lm.server",
+        qualname="APIHandler.generate_response",
+        kind="check",
+        signature=(
+            "(self, text, finish_reason, prompt_token_count=, completion_token_count=, prompt_cache_count=, token_logprobs=, "
+            "top_tokens=, tokens=, tool_calls=, reasoning_text=)"
+        ),
+        bodies={"7e7d747facc2cb59": "0.32.0 0.32.1 0.32.2"},
+        why="makes the usage of an answer that is not streamed",
+        until=UNTIL,
+    ),
+    Seam(
+        feature="speculation",
+        module="mlx_lm.server",
+        qualname="APIHandler.completion_usage_response",
+        kind="check",
+        signature="(self, prompt_token_count=, completion_token_count=, prompt_cache_count=)",
+        bodies={"b4a49e0b5cd22e55": "0.32.0 0.32.1 0.32.2"},
+        why="makes the usage of a streamed answer",
         until=UNTIL,
     ),
 ]

@@ -1,0 +1,45 @@
+"""What an answer's `usage` says about its speculation: from the generation thread, by upstream's context, to the HTTP thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .isolation import Row
+from .runtime import Runtime
+
+# Where a batch has what drafts for its rows, by uid; None for one that cannot speculate.
+SPECULATORS = "_mlx_lm_patches_speculators"
+# Where upstream's context has what its request's speculator said at the end.
+USAGE = "_mlx_lm_patches_speculation"
+
+
+def note(runtime: Runtime, batch: Any, row: Row) -> None:
+    """A row has ended, and its last response was not handed out yet."""
+    speculator = vars(batch).get(SPECULATORS, {}).get(row.uid)
+    if speculator is None or row.mailbox.context is None:
+        return
+    try:
+        setattr(row.mailbox.context, USAGE, dict(speculator.usage()))
+    except Exception as error:
+        runtime.fault("asking what speculation did", error)
+
+
+def handler(base: type, runtime: Runtime) -> type:
+    """The server's handler class, whose answers say in `usage` what speculation did for them."""
+
+    class Handler(base):  # type: ignore[misc, valid-type]
+        def generate_response(self, *args: Any, **kwargs: Any) -> Any:
+            return _told(runtime, super().generate_response(*args, **kwargs))
+
+        def completion_usage_response(self, *args: Any, **kwargs: Any) -> Any:
+            return _told(runtime, super().completion_usage_response(*args, **kwargs))
+
+    return Handler
+
+
+def _told(runtime: Runtime, response: dict[str, Any]) -> dict[str, Any]:
+    client = runtime.here.client
+    said = getattr(client.context, USAGE, None) if client is not None else None
+    if said is not None and "usage" in response:
+        response["usage"]["speculation"] = said
+    return response
