@@ -19,13 +19,13 @@ from mlx_lm_tiered.kernels.choice import Kernels
 from mlx_lm_tiered.schemes.attention import build
 from mlx_lm_tiered.schemes.spec import parse
 
-from .kernels import DIM, HEADS, KV_HEADS, filled
+from .kernels import DIM, HEADS, KV_HEADS, SCHEMES, filled
 
 STEPS, ROUNDS = 16, 5
 VOCABULARY = 32000
 
 
-def run(contexts: Sequence[int] = (16384, 65536), schemes: Sequence[str] = ("bf16", "affine:8", "affine:4"), layers: int = 32, hidden: int = 4096) -> Any:
+def run(contexts: Sequence[int] = (16384, 65536), schemes: Sequence[str] = SCHEMES, layers: int = 32, hidden: int = 4096) -> Any:
     """One row a context and scheme: milliseconds a token, medians over rounds in which the schemes take turns; and `failed`, kernels that are off."""
     model = _model(layers, hidden)
     warnings: list[str] = []

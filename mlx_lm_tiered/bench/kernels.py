@@ -1,10 +1,12 @@
-"""Decode attention on a GPU: microseconds of one step's, by format and context, and the steps of a whole model.
+"""Decode attention on a GPU: microseconds of one step's, by KV scheme and context, and the steps of a whole model.
 
 Timing: CALLS attentions are chained, each output the next one's queries, and evaluated
 at once, as the layers of a decode step are; the time is the whole evaluation's, from
-Python's building of the graph to the last result, over CALLS. The calls go round over
-caches that together exceed the GPU's own cache, as the layers of a model do. What is
-measured is the median of REPEATS such chains, after two that are not.
+Python's building of the graph to the last result, over CALLS; `build_us` of it is
+Python's, during which the GPU does nothing here, while in a decode loop it works on the
+token before. The calls go round over caches that together exceed the GPU's own cache,
+as the layers of a model do. What is measured is the median of REPEATS such chains,
+after two that are not.
 """
 
 from __future__ import annotations
@@ -18,33 +20,53 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
-from mlx_lm_tiered.kernels.check import TOLERANCE, Format, error
-from mlx_lm_tiered.kernels.decode import BITS, GROUPS, decode
-from mlx_lm_tiered.kernels.tuning import Tuning
+from mlx_lm_tiered.kernels.check import TOLERANCE, error
+from mlx_lm_tiered.kernels.decode import Format, Step
+from mlx_lm_tiered.kernels.layout import AFFINE_BITS, AFFINE_GROUPS, Layout
+from mlx_lm_tiered.kernels.tuning import TOKENS, Tuning
 from mlx_lm_tiered.schemes.convert import fresh
-from mlx_lm_tiered.schemes.spec import Affine, Form
+from mlx_lm_tiered.schemes.spec import Affine, Form, parse
+from mlx_lm_tiered.turboquant.codebooks import KEY_BITS, VALUE_BITS
 
 from . import report
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+SCALE = DIM**-0.5
 CALLS, REPEATS = 32, 9
 BEYOND_CACHE = 256 << 20
+CONTEXTS, SCHEMES = (4096, 16384, 65536, 131072), ("bf16", "affine:8", "affine:4", "turbo")
 # Warps a block and resident blocks, each compiled; and splits.
-SHAPES = ((1, 0), (2, 0), (4, 0), (4, 3), (4, 4), (8, 0))
-SPLITS = (16, 24, 33, 49, 66, 99, 132)
+SHAPES = ((2, 8), (4, 3), (4, 4), (8, 2))
+SPLITS = (16, 24, 33, 49, 66, 99, 128)
+
+
+def form_of(layout: Layout, dim: int = DIM, each: int = HEADS // KV_HEADS, queries: mx.Dtype = mx.bfloat16, scales: mx.Dtype = mx.bfloat16, masked: bool = False) -> Format:
+    """What a model with such heads asks for."""
+    return Format(layout, dim, each, queries, mx.float16 if layout.turbo else scales, dim**-0.5, masked)
+
+
+def layout_of(form: Form) -> Layout:
+    """Of a scheme's caches."""
+    return Layout.affine(form.bits, form.group_size) if isinstance(form, Affine) else Layout.turboquant(form.key_bits, form.value_bits)
 
 
 def forms() -> list[Format]:
     """Every format at head dimension 128, others at fewer."""
-    found = [Format(bits, group, 128, 4, mx.bfloat16, mx.bfloat16) for bits in BITS for group in GROUPS]
-    found += [Format(8, 64, 64, 1, mx.float32, mx.float32), Format(4, 32, 96, 12, mx.float16, mx.float16), Format(4, 64, 256, 8, mx.float32, mx.bfloat16)]
-    return found + [Format(bits, 64, 128, 4, mx.bfloat16, mx.bfloat16, masked=True) for bits in (4, 8)]
+    found = [form_of(Layout.affine(bits, group)) for bits in AFFINE_BITS for group in AFFINE_GROUPS]
+    found += [form_of(Layout.turboquant(8, bits)) for bits in VALUE_BITS] + [form_of(Layout.turboquant(bits, 3)) for bits in KEY_BITS if bits != 8]
+    found += [
+        form_of(Layout.affine(8, 64), 64, 1, mx.float32, mx.float32), form_of(Layout.affine(4, 32), 96, 12, mx.float16, mx.float16),
+        form_of(Layout.affine(4, 64), 256, 8, mx.float32), form_of(Layout.affine(8, 64), 512, 2), form_of(Layout.turboquant(8, 3), 64, 1, mx.float32),
+        form_of(Layout.turboquant(8, 3), 256, 8, mx.float16), form_of(Layout.turboquant(8, 3), 512, 2),
+    ]  # fmt: skip
+    return found + [form_of(layout, masked=True) for layout in (Layout.affine(4, 64), Layout.affine(8, 64), Layout.turboquant(8, 3))]
 
 
 def self_test() -> list[dict[str, Any]]:
     """Every one of `forms`, and every shape of a block; the error's text where one does not compile or run."""
     cases: list[tuple[Format, Tuning | None]] = [(form, None) for form in forms()]
-    cases += [(Format(bits, 64, 128, 4, mx.bfloat16, mx.bfloat16), Tuning(warps, 7, resident)) for bits in (8, 4) for warps, resident in SHAPES]
+    layouts = (Layout.affine(8, 64), Layout.affine(4, 64), Layout.turboquant(8, 3))
+    cases += [(form_of(layout), Tuning(warps, 7, resident)) for layout in layouts for warps, resident in SHAPES]
     rows = []
     for form, tuning in cases:
         started = time.perf_counter()
@@ -52,52 +74,58 @@ def self_test() -> list[dict[str, Any]]:
             found, text = error(form, tuning), ""
         except (RuntimeError, ValueError) as raised:
             found, text = float("nan"), str(raised)
-        name = f"affine:{form.bits}:{form.group_size} d {form.dim} x {form.each} {form.queries}{' masked' if form.masked else ''}{f' {tuning}' if tuning else ''}"
+        name = f"{form.layout} d {form.dim} x {form.each} {form.queries}{' masked' if form.masked else ''}{f' {tuning}' if tuning else ''}"
         rows.append({"format": name, "ok": found <= TOLERANCE[form.queries], "error": found, "seconds": time.perf_counter() - started, "raised": text})
     return rows
 
 
-def run(contexts: Sequence[int] = (4096, 16384, 65536), schemes: Sequence[tuple[int, int]] = ((8, 64), (4, 64))) -> list[dict[str, Any]]:
-    """One row a context and format, `us` microseconds a step; `tb_s` the terabytes a second of KV that it reads."""
+def run(contexts: Sequence[int] = CONTEXTS, schemes: Sequence[str] = SCHEMES) -> list[dict[str, Any]]:
+    """One row a context and scheme, `us` microseconds a step, `tb_s` the terabytes a second of KV that it reads; and mlx-lm's own way for affine ones."""
     rows = []
     for tokens in contexts:
-        plain = _caches(tokens, None)
-        rows.append(_row(tokens, "bf16 sdpa", plain, lambda q, pair: mx.fast.scaled_dot_product_attention(q, *pair, scale=DIM**-0.5)))
-        for bits, group in schemes:
-            pairs = _caches(tokens, (bits, group))
-            rows.append(_row(tokens, f"affine:{bits}:{group}", pairs, _kernel(bits, group, None)))
-            full = [tuple(tuple(mx.contiguous(part) for part in side) for side in pair) for pair in pairs[:1]]
-            mx.eval(full)
-            theirs = lambda q, pair, bits=bits, group=group: base.quantized_scaled_dot_product_attention(
-                q + 0, *pair, scale=DIM**-0.5, mask=None, group_size=group, bits=bits
-            )
-            rows.append(_row(tokens, f"mlx-lm affine:{bits}:{group}, full cache", full, theirs))
+        for scheme in schemes:
+            form = parse(scheme).form
+            pairs = _caches(tokens, form)
+            if form is None:
+                rows.append(_row(tokens, scheme, pairs, lambda q, pair: mx.fast.scaled_dot_product_attention(q, *pair, scale=SCALE)))
+                continue
+            rows.append(_row(tokens, scheme, pairs, _kernel(layout_of(form), None)))
+            if isinstance(form, Affine):
+                full = [tuple(tuple(mx.contiguous(part) for part in side) for side in pair) for pair in pairs[:1]]
+                mx.eval(full)
+                theirs = lambda q, pair, form=form: base.quantized_scaled_dot_product_attention(
+                    q + 0, *pair, scale=SCALE, mask=None, group_size=form.group_size, bits=form.bits
+                )
+                rows.append(_row(tokens, f"mlx-lm {scheme}, full cache", full, theirs))
     return rows
 
 
-def sweep(contexts: Sequence[int] = (4096, 16384, 65536), schemes: Sequence[tuple[int, int]] = ((8, 64), (4, 64))) -> list[dict[str, Any]]:
-    """The best number of splits for each context, format, and shape of a block, best first."""
+def sweep(contexts: Sequence[int] = CONTEXTS, schemes: Sequence[str] = SCHEMES[1:]) -> list[dict[str, Any]]:
+    """The best number of splits for each context, scheme, and shape of a block, best first."""
     rows = []
     for tokens in contexts:
-        for bits, group in schemes:
-            pairs = _caches(tokens, (bits, group))
+        for scheme in schemes:
+            form = parse(scheme).form
+            assert form is not None
+            pairs, layout = _caches(tokens, form), layout_of(form)
             found, failed = [], set()
             for warps, resident in SHAPES:
                 for splits in SPLITS:
-                    if splits * warps * 16 <= tokens:
+                    if splits * warps * TOKENS <= tokens:
                         try:
-                            us = measure(_kernel(bits, group, Tuning(warps, splits, resident)), pairs, repeats=3)[0]
+                            us, built = measure(_kernel(layout, Tuning(warps, splits, resident)), pairs, repeats=5)
                         except (RuntimeError, ValueError) as raised:
                             failed.add(f"warps {warps}, resident {resident}: {raised}")
                             break
-                        found.append((us, warps, splits, resident))
-            best: dict[tuple[int, int], tuple[float, int, int, int]] = {}
+                        found.append((us - built, built, warps, splits, resident))
+            best: dict[tuple[int, int], tuple[float, float, int, int, int]] = {}
             for one in sorted(found):
-                best.setdefault((one[1], one[3]), one)
-            name = f"affine:{bits}:{group}"
-            rows += [{"tokens": tokens, "format": name, "us": us, "warps": w, "splits": s, "resident": r} for us, w, s, r in best.values()]
+                best.setdefault((one[2], one[4]), one)
+            rows += [
+                {"tokens": tokens, "scheme": scheme, "us": us + built, "build_us": built, "warps": w, "splits": s, "resident": r} for us, built, w, s, r in best.values()
+            ]
             for text in sorted(failed):
-                print(f"{name}: {text[:600]}")
+                print(f"{scheme}: {text[:600]}")
     return rows
 
 
@@ -117,27 +145,28 @@ def measure(attend: Callable[[mx.array, Any], mx.array], pairs: Sequence[Any], r
     return median(times[2:]) / CALLS * 1e6, median(built[2:]) / CALLS * 1e6
 
 
-def _kernel(bits: int, group: int, tuning: Tuning | None) -> Callable[[mx.array, Any], mx.array]:
-    return lambda q, pair: decode(q, *pair, DIM**-0.5, None, bits, group, tuning)
+def _kernel(layout: Layout, tuning: Tuning | None) -> Callable[[mx.array, Any], mx.array]:
+    step = Step(1, KV_HEADS, form_of(layout))
+    return lambda q, pair: step(q, *pair, None, tuning)
 
 
 def _row(tokens: int, name: str, pairs: Sequence[Any], attend: Callable[[mx.array, Any], mx.array]) -> dict[str, Any]:
     try:
         us, built = measure(attend, pairs)
     except (RuntimeError, ValueError) as raised:
-        return {"tokens": tokens, "format": name, "us": None, "build_us": None, "tb_s": None, "raised": str(raised)[:200]}
-    return {"tokens": tokens, "format": name, "us": us, "build_us": built, "tb_s": _bytes(pairs[0]) / us / 1e6, "raised": ""}
+        return {"tokens": tokens, "scheme": name, "us": None, "build_us": None, "tb_s": None, "raised": str(raised)[:200]}
+    return {"tokens": tokens, "scheme": name, "us": us, "build_us": built, "tb_s": _bytes(pairs[0]) / us / 1e6, "raised": ""}
 
 
 def _bytes(pair: Any) -> int:
     return sum(part.nbytes for side in pair for part in (side if isinstance(side, tuple) else (side,)))
 
 
-def _caches(tokens: int, scheme: tuple[int, int] | None) -> list[Any]:
+def _caches(tokens: int, form: Form | None) -> list[Any]:
     """What caches of `tokens` and one more hand out: so many that they are more than the GPU's cache holds, 8 at most."""
     pairs: list[Any] = []
     while len(pairs) < 8 and sum(map(_bytes, pairs)) < BEYOND_CACHE:
-        pairs.append(filled(tokens, None if scheme is None else Affine(*scheme)).update_and_fetch(*_random(1)))
+        pairs.append(filled(tokens, form).update_and_fetch(*_random(1)))
         mx.eval(pairs[-1])
     return pairs
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
-from .decode import decode, dialect
+from ..turboquant import codec
+from .decode import Format, decode, dialect
+from .layout import Layout
 from .tuning import Tuning, choose
 
 SLOTS, CAPACITY, SPLITS = 301, 512, 3
@@ -20,39 +21,38 @@ TIMED_TOKENS, TIMED_KV_HEADS, CALLS, REPEATS = 4096, 8, 8, 5
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 2e-2}
 
 
-class Format(NamedTuple):
-    """What one compiled kernel is for."""
-
-    bits: int
-    group_size: int
-    dim: int
-    each: int  # query heads of a KV head
-    queries: mx.Dtype
-    scales: mx.Dtype
-    masked: bool = False
-
-
-def sides(keys: mx.array, values: mx.array, bits: int, group_size: int, slots: int) -> Any:
+def sides(keys: mx.array, values: mx.array, layout: Layout, slots: int) -> Any:
     """Both quantized, as views of `slots` tokens of larger buffers, as a cache hands them out."""
-    made = [mx.quantize(side, group_size=group_size, bits=bits) for side in (keys, values)]
+    if layout.turbo:
+        made: Any = [codec.encode_keys(keys, layout.key_bits), codec.encode_values(values, layout.value_bits)]
+    else:
+        made = [mx.quantize(side, group_size=layout.group_size, bits=layout.key_bits) for side in (keys, values)]
     mx.eval(made)
     return [tuple(part[:, :, :slots] for part in side) for side in made]
 
 
-def reference(queries: mx.array, keys: Any, values: Any, scale: float, mask: mx.array | None, bits: int, group_size: int) -> mx.array:
-    """What the kernel should give, in fp32. The views are copied first: not every backend reads strided codes."""
+def dequantized(keys: Any, values: Any, layout: Layout) -> list[mx.array]:
+    """Both in fp32. The views are copied first: not every backend reads strided codes."""
+    k, v = (tuple(mx.contiguous(part) for part in side) for side in (keys, values))
+    if layout.turbo:
+        return [codec.decode_keys(codec.Encoded(*k), layout.key_bits), codec.decode_values(codec.Encoded(*v), layout.value_bits)]
+    return [mx.dequantize(s[0], s[1].astype(mx.float32), s[2].astype(mx.float32), group_size=layout.group_size, bits=layout.key_bits) for s in (k, v)]
 
-    def whole(side: Any) -> mx.array:
-        packed, scales, biases = (mx.contiguous(part) for part in side)
-        made = mx.dequantize(packed, scales.astype(mx.float32), biases.astype(mx.float32), group_size=group_size, bits=bits)
-        return mx.repeat(made, queries.shape[1] // made.shape[1], axis=1)
 
-    scores = (queries.astype(mx.float32) * scale * whole(keys)).sum(axis=-1)[:, :, None]
+def reference(queries: mx.array, keys: Any, values: Any, scale: float, mask: mx.array | None, layout: Layout) -> mx.array:
+    """What the kernel should give, in fp32."""
+    k, v = (mx.repeat(side, queries.shape[1] // side.shape[1], axis=1) for side in dequantized(keys, values, layout))
+    scores = (queries.astype(mx.float32) * scale * k).sum(axis=-1)[:, :, None]
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
     weights = mx.softmax(scores, axis=-1, precise=True)
     # Sums rather than products of matrices, which some GPUs take in fewer bits.
-    return (weights.swapaxes(-1, -2) * whole(values)).sum(axis=2, keepdims=True)
+    return (weights.swapaxes(-1, -2) * v).sum(axis=2, keepdims=True)
+
+
+def _computed(form: Format) -> mx.Dtype:
+    """The type that keys and values come in; TurboQuant's scales are fp16 whatever that is."""
+    return form.queries if form.layout.turbo else form.scales
 
 
 def error(form: Format, tuning: Tuning | None = None) -> float:
@@ -60,31 +60,19 @@ def error(form: Format, tuning: Tuning | None = None) -> float:
     rows, kv_heads = 2, 2
     keys = [mx.random.key(seed) for seed in range(3)]
     q = mx.random.normal((rows, 1, kv_heads * form.each, form.dim), key=keys[0]).astype(form.queries).swapaxes(1, 2)
-    k, v = (mx.random.normal((rows, kv_heads, CAPACITY, form.dim), key=key).astype(form.scales) + 0.3 for key in keys[1:])
-    k_side, v_side = sides(k, v, form.bits, form.group_size, SLOTS)
+    k, v = (mx.random.normal((rows, kv_heads, CAPACITY, form.dim), key=key).astype(_computed(form)) + 0.3 for key in keys[1:])
+    k_side, v_side = sides(k, v, form.layout, SLOTS)
     mask = mx.arange(SLOTS) >= mx.array([3, 40]).reshape(2, 1, 1, 1) if form.masked else None
-    scale = form.dim**-0.5
     # As it will be compiled; in so few splits that warps go round more than once.
-    tuning = tuning or replace(choose(SLOTS, rows * kv_heads, form.bits, form.dim, form.each, dialect()), splits=SPLITS)
-    got = decode(q, k_side, v_side, scale, mask, form.bits, form.group_size, tuning).astype(mx.float32)
-    want = reference(q, k_side, v_side, scale, mask, form.bits, form.group_size)
+    tuning = tuning or choose(SLOTS, rows * kv_heads, form.layout.value_bits, form.dim, form.each, dialect())._replace(splits=SPLITS)
+    got = decode(q, k_side, v_side, form.scale, mask, form.layout, tuning).astype(mx.float32)
+    want = reference(q, k_side, v_side, form.scale, mask, form.layout)
     return (mx.abs(got - want).max() / mx.abs(want).max()).item()
 
 
 def passes(form: Format) -> bool:
     """Whether the kernel is right. NaN is not."""
     return error(form) <= TOLERANCE[form.queries]
-
-
-def stock(queries: mx.array, keys: Any, values: Any, scale: float, bits: int, group_size: int) -> mx.array:
-    """Attention as mlx-lm has it over quantized KV, for one query a row."""
-    rows, heads, _, dim = queries.shape
-    kv_heads = keys[0].shape[1]
-    q = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, 1, dim)
-    k, v = (tuple(mx.expand_dims(part, 2) for part in side) for side in (keys, values))
-    scores = mx.quantized_matmul(q, *k, transpose=True, group_size=group_size, bits=bits)
-    weights = mx.softmax(scores, axis=-1, precise=True)
-    return mx.quantized_matmul(weights, *v, transpose=False, group_size=group_size, bits=bits).reshape(queries.shape)
 
 
 def seconds(attend: Callable[[], mx.array]) -> float:
@@ -97,12 +85,11 @@ def seconds(attend: Callable[[], mx.array]) -> float:
     return median(times[1:])
 
 
-def faster(form: Format) -> bool:
-    """Whether the kernel takes no longer than `stock` for one row of TIMED_TOKENS, on this device and now."""
+def faster(form: Format, otherwise: Callable[[mx.array, Any, Any, float], mx.array]) -> bool:
+    """Whether the kernel takes no longer than `otherwise` (queries, keys, values, scale) for one row of TIMED_TOKENS, on this device and now."""
     keys = [mx.random.key(seed) for seed in range(3)]
     q = mx.random.normal((1, TIMED_KV_HEADS * form.each, 1, form.dim), key=keys[0]).astype(form.queries)
-    k, v = (mx.random.normal((1, TIMED_KV_HEADS, TIMED_TOKENS, form.dim), key=key).astype(form.scales) for key in keys[1:])
-    k_side, v_side = sides(k, v, form.bits, form.group_size, TIMED_TOKENS)
-    scale = form.dim**-0.5
-    kernel = seconds(lambda: decode(q, k_side, v_side, scale, None, form.bits, form.group_size))
-    return kernel <= seconds(lambda: stock(q, k_side, v_side, scale, form.bits, form.group_size))
+    k, v = (mx.random.normal((1, TIMED_KV_HEADS, TIMED_TOKENS, form.dim), key=key).astype(_computed(form)) for key in keys[1:])
+    k_side, v_side = sides(k, v, form.layout, TIMED_TOKENS)
+    kernel = seconds(lambda: decode(q, k_side, v_side, form.scale, None, form.layout))
+    return kernel <= seconds(lambda: otherwise(q + 0, k_side, v_side, form.scale))

@@ -7,19 +7,25 @@ one token to the next.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+import struct
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from . import source
+from .layout import Layout
 from .tuning import Tuning, choose
 
-BITS = (2, 3, 4, 5, 6, 8)
-GROUPS = (32, 64, 128)
-LARGEST_DIM = 256
-MOST_SPLITS = 512
-INPUTS = ["q", "kp", "ks", "kb", "vp", "vs", "vb", "mask", "scale"]
+LARGEST_DIM = 512
+# Of larger heads a block computes this many dimensions of the output.
+CHUNK = 256
+MOST_SPLITS = 128
+# What a warp reads at a time.
+LEAST_TOKENS = 16
+INPUTS = ["q", "kp", "ks", "kb", "vp", "vs", "vb", "mask"]
+PARTS = ["po", "pm", "pl"]
 # Bytes of shared memory a block may have. And elements from which on mlx passes every array in the same address space: to a Metal kernel
 # it passes smaller ones as constants, and the cache's own are read as device memory.
 MOST_SHARED = {"cuda": 48 << 10, "metal": 32 << 10}
@@ -33,26 +39,41 @@ def dialect() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def supports(queries: mx.array, keys: Any, values: Any, bits: int, group_size: int, mask: Any, sinks: Any) -> bool:
+class Format(NamedTuple):
+    """What a kernel is compiled for."""
+
+    layout: Layout
+    dim: int
+    each: int  # query heads of a KV head
+    queries: mx.Dtype
+    scales: mx.Dtype
+    scale: float
+    masked: bool = False
+
+
+def supports(queries: mx.array, keys: Any, values: Any, layout: Layout, mask: Any, sinks: Any) -> bool:
     """Whether the kernel computes this: one query a row, keys and values of one head dimension, a boolean mask over tokens or none."""
     rows, heads, length, dim = queries.shape
     kv_heads, slots = keys[0].shape[1:3]
-    if length != 1 or sinks is not None or bits not in BITS or group_size not in GROUPS:
+    if length != 1 or sinks is not None or not layout.known or not layout.fits(keys, values, dim):
         return False
-    if dim % group_size or dim > LARGEST_DIM or heads % kv_heads or slots == 0 or slots * dim >= 1 << 31:
-        return False
-    if keys[1].size < LEAST_ELEMENTS[dialect()]:
-        return False
-    if keys[1].shape[3] * group_size != dim or values[1].shape[3] * group_size != dim:
+    if dim > LARGEST_DIM or (dim > CHUNK and dim % CHUNK) or heads % kv_heads:
         return False
     if queries.dtype not in _FLOATS or keys[1].dtype not in _FLOATS or values[1].dtype != keys[1].dtype:
         return False
-    if mask is None or isinstance(mask, str):
-        # A causal mask hides nothing from the one last query.
-        return mask in (None, "causal")
-    if mask.dtype != mx.bool_ or rows * slots < LEAST_ELEMENTS[dialect()]:
+    form = Format(layout, dim, heads // kv_heads, queries.dtype, keys[1].dtype, 1.0)
+    return warps_that_fit(dialect(), form, 1) == 1 and may_serve(rows, kv_heads, slots, dim, mask)
+
+
+def may_serve(rows: int, kv_heads: int, slots: int, dim: int, mask: Any) -> bool:
+    """What of that changes from step to step."""
+    least = LEAST_ELEMENTS[dialect()]
+    if slots < LEAST_TOKENS or slots * dim >= 1 << 31 or rows * kv_heads * slots < least:
         return False
-    return _per_token(mask, rows, slots) is not None
+    if not isinstance(mask, mx.array):
+        # A causal mask hides nothing from the one last query.
+        return mask is None or mask == "causal"
+    return mask.dtype == mx.bool_ and rows * slots >= least and _per_token(mask, rows, slots) is not None
 
 
 def _per_token(mask: mx.array, rows: int, slots: int) -> mx.array | None:
@@ -64,80 +85,122 @@ def _per_token(mask: mx.array, rows: int, slots: int) -> mx.array | None:
 
 
 @cache
-def _parts(language: str, warps: int, resident: int) -> Any:
-    make, header = (mx.fast.metal_kernel, source.header("metal")) if language == "metal" else (mx.fast.cuda_kernel, source.bounded(warps, resident))
-    # Views are read by their strides: nothing may be made contiguous.
-    return make(
-        name=f"tiered_decode_{source.digest(language)}_{resident}", input_names=INPUTS, output_names=["po", "pm", "pl"],
-        header=header, source=source.body(language, "decode.body"), ensure_row_contiguous=False,
-    )  # fmt: skip
-
-
-@cache
-def _merge(language: str) -> Any:
-    make = mx.fast.metal_kernel if language == "metal" else mx.fast.cuda_kernel
-    return make(
-        name=f"tiered_merge_{source.digest(language)}", input_names=["po", "pm", "pl"], output_names=["out"],
-        header=source.header(language), source=source.body(language, "merge.body"),
-    )  # fmt: skip
-
-
-@cache
-def _constant(value: float | None) -> mx.array:
-    """The scale as an array, or a mask that is not read."""
-    made = mx.ones((1, 1, 1, 1), mx.bool_) if value is None else mx.array([value], mx.float32)
+def _no_mask() -> mx.array:
+    """One that is not read."""
+    made = mx.ones((1, 1, 1, 1), mx.bool_)
     mx.eval(made)
     return made
 
 
-def warps_that_fit(dim: int, each: int, warps: int, shared: int) -> int:
-    """At most `warps`, and no more than whose outputs `shared` bytes of a block's memory hold."""
-    while warps > 1 and warps * min(each, 8) * (dim + 2 + dim // 32) * 4 > shared:
-        warps //= 2
-    return warps
+@cache
+def warps_that_fit(language: str, form: Format, wanted: int) -> int:
+    """At most `wanted` warps, and no more than whose outputs a block's memory holds beside queries and table (`decode.body`); 0 where one is too many."""
+    tiles, parts = (1 if form.each <= 4 else 2), form.queries.size // 2
+    queries = 4 * (8 * tiles * parts * (form.dim // 4 + 4) + 4 * tiles * (form.dim // form.layout.group_size + 1))
+    each = 4 * min(form.each, 8) * (min(form.dim, CHUNK) + 10)
+    left = MOST_SHARED[language] - queries - form.layout.table_bytes
+    while wanted and wanted * each > left:
+        wanted //= 2
+    return wanted
 
 
-class _Calls(NamedTuple):
-    """What the two kernels are called with besides arrays."""
+class Options(NamedTuple):
+    """What mlx is given besides arrays, and the constants of the texts."""
 
-    parts: Any
-    parts_options: dict[str, Any]
-    merge: Any
-    merge_options: dict[str, Any]
+    parts: dict[str, Any]
+    parts_constants: dict[str, Any]
+    merge: dict[str, Any]
+    merge_constants: dict[str, Any]
+    bounds: tuple[int, int]  # warps and resident blocks
 
 
-@lru_cache(maxsize=256)
-def _calls(language: str, rows: int, heads: int, kv_heads: int, dim: int, bits: int, group_size: int, masked: bool, queries: mx.Dtype, scales: mx.Dtype, tuning: Tuning) -> _Calls:
-    each = heads // kv_heads
-    warps = warps_that_fit(dim, each, tuning.warps, MOST_SHARED[language])
+def options(language: str, rows: int, kv_heads: int, form: Format, tuning: Tuning) -> Options:
+    """Of both kernels.
+
+    The scale, of which a model has one or two, is compiled into them: as an array of one
+    number it would be in the host's memory, and every block would wait for it.
+    """
+    layout, dim, heads = form.layout, form.dim, kv_heads * form.each
+    chunks = max(1, dim // CHUNK)
+    part = dim // chunks
+    warps = warps_that_fit(language, form, tuning.warps)
     # Splits without tokens are right, and as many as these keep the merge's inputs from being small.
     splits = min(max(tuning.splits, LEAST_ELEMENTS[language]), MOST_SPLITS)
-    resident = tuning.resident if warps == tuning.warps else 0
-    template = [
-        ("D", dim), ("BITS", bits), ("GS", group_size), ("G", each), ("HK", kv_heads), ("W", warps), ("MASKED", masked), ("T", queries), ("S", scales)
-    ]  # fmt: skip
+    parts_constants = {
+        "D": dim, "CH": chunks, "KB": layout.key_bits, "VB": layout.value_bits, "GS": layout.group_size, "TURBO": int(layout.turbo), "G": form.each,
+        "HK": kv_heads, "W": warps, "MASKED": int(form.masked), "SCALE": struct.unpack("<i", struct.pack("<f", form.scale))[0],
+        "LOWERED": layout.lowered, "T": form.queries, "S": form.scales,
+    }  # fmt: skip
     parts = {
-        "template": template, "grid": (splits * 32 * warps, rows * kv_heads, -(-each // 8)), "threadgroup": (32 * warps, 1, 1),
-        "output_shapes": [(rows * heads, splits, dim), (rows * heads, splits), (rows * heads, splits)], "output_dtypes": [mx.float32] * 3,
+        "grid": (splits * 32 * warps, rows * kv_heads, -(-form.each // 8) * chunks), "threadgroup": (32 * warps, 1, 1),
+        "output_shapes": [(rows * heads * chunks, splits, part), (rows * heads * chunks, splits), (rows * heads * chunks, splits)],
+        "output_dtypes": [mx.float32] * 3,
+    }  # fmt: skip
+    # What was rotated as a whole is merged as a whole; other chunks are so many more heads.
+    size, of = (dim, 1) if layout.turbo else (part, chunks)
+    threads = size * max(1, min(4, 1024 // size))
+    merge_constants = {
+        "D": size, "CH": dim // part if layout.turbo else 1, "PIECE": part if layout.turbo else layout.group_size, "THREADS": threads, "T": form.queries,
     }  # fmt: skip
     merge = {
-        "template": [("D", dim), ("T", queries)], "grid": (rows * heads * dim * 4, 1, 1), "threadgroup": (dim * 4, 1, 1),
-        "output_shapes": [(rows, heads, 1, dim)], "output_dtypes": [queries],
+        "grid": (rows * heads * of * threads, 1, 1), "threadgroup": (threads, 1, 1), "output_shapes": [(rows, heads, 1, dim)], "output_dtypes": [form.queries],
     }  # fmt: skip
-    return _Calls(_parts(language, warps, resident), parts, _merge(language), merge)
+    return Options(parts, parts_constants, merge, merge_constants, (warps, tuning.resident if warps == tuning.warps else 0))
 
 
-def decode(
-    queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, bits: int, group_size: int, tuning: Tuning | None = None
-) -> mx.array:
-    """Attention of `queries` (rows, heads, 1, dim) that `supports` accepts over (packed, scales, biases) of keys and values. Returns their shape."""
+@cache
+def _kernel(language: str, names: tuple[str, ...], constants: tuple[tuple[str, Any], ...], inputs: tuple[str, ...], outputs: tuple[str, ...], bounds: tuple[int, int]) -> Any:
+    """One of mlx's: `names` are the files of its body. Views are read by their strides, so nothing is made contiguous."""
+    make, header = (mx.fast.metal_kernel, source.header("metal")) if language == "metal" else (mx.fast.cuda_kernel, source.bounded(*bounds))
+    text = source.constants(language, constants) + source.body(language, *names)
+    # mlx keeps compiled kernels, on disk too, by name alone.
+    name = f"tiered_{names[0].partition('.')[0]}_{source.digest(language, header, text)}"
+    return make(name=name, input_names=list(inputs), output_names=list(outputs), header=header, source=text, ensure_row_contiguous=False)
+
+
+def kernels(language: str, found: Options, turbo: bool) -> tuple[Any, Any]:
+    """mlx's two for these options."""
+    parts = _kernel(language, ("decode.body",), tuple(found.parts_constants.items()), tuple(INPUTS), tuple(PARTS), found.bounds)
+    end, more = ("unrotated.body", ("signs",)) if turbo else ("written.body", ())
+    merge = _kernel(language, ("merge.body", end), tuple(found.merge_constants.items()), (*PARTS, *more), ("out",), (0, 0))
+    return parts, merge
+
+
+class Step:
+    """Decode steps of one form: what about a call does not depend on how many tokens there are is found out once."""
+
+    def __init__(self, rows: int, kv_heads: int, form: Format):
+        self._rows, self._kv_heads, self._form = rows, kv_heads, form
+        self._units = rows * kv_heads * -(-form.each // 8)
+        self._back = form.layout.back(form.dim)
+        self._language = dialect()
+        self._calls: dict[Tuning, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {}
+
+    def __call__(self, queries: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], mask: Any, tuning: Tuning | None = None) -> mx.array:
+        """Attention (rows, heads, 1, dim) of `queries` of that shape."""
+        form = self._form
+        slots = keys[0].shape[2]
+        if tuning is None:
+            tuning = choose(slots, self._units, form.layout.value_bits, form.dim, form.each, self._language)
+        call = self._calls.get(tuning)
+        if call is None:
+            found = options(self._language, self._rows, self._kv_heads, form, tuning)
+            parts, merge = kernels(self._language, found, form.layout.turbo)
+            call = self._calls[tuning] = (parts, found.parts, merge, found.merge)
+        first, first_options, second, second_options = call
+        hidden = _per_token(mask, self._rows, slots) if form.masked else _no_mask()
+        found = first(inputs=[queries, *form.layout.inputs(keys, values), hidden], **first_options)
+        return second(inputs=[*found, *self._back], **second_options)[0]
+
+
+@cache
+def _step(rows: int, kv_heads: int, form: Format) -> Step:
+    return Step(rows, kv_heads, form)
+
+
+def decode(queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, layout: Layout, tuning: Tuning | None = None) -> mx.array:
+    """Attention of `queries` (rows, heads, 1, dim) that `supports` accepts over a cache's arrays of keys and values. Returns their shape."""
     rows, heads, _, dim = queries.shape
-    kv_heads, slots = keys[0].shape[1:3]
-    each = heads // kv_heads
-    language = dialect()
-    tuning = tuning or choose(slots, rows * kv_heads * -(-each // 8), bits, dim, each, language)
-    masked = isinstance(mask, mx.array)
-    calls = _calls(language, rows, heads, kv_heads, dim, bits, group_size, masked, queries.dtype, keys[1].dtype, tuning)
-    hidden = _per_token(mask, rows, slots) if masked else _constant(None)
-    found = calls.parts(inputs=[queries, *keys, *values, hidden, _constant(scale)], **calls.parts_options)
-    return calls.merge(inputs=found, **calls.merge_options)[0]
+    kv_heads = keys[0].shape[1]
+    form = Format(layout, dim, heads // kv_heads, queries.dtype, keys[1].dtype, scale, isinstance(mask, mx.array))
+    return _step(rows, kv_heads, form)(queries, keys, values, mask, tuning)

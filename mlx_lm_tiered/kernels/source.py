@@ -1,24 +1,33 @@
 """The text of the kernels. `decode.body` and `merge.body` are written once; a dialect is what their macros and primitives mean.
 
 The kernel, per block: up to 8 query heads of one KV head over one split of the tokens.
-Each warp takes 16 tokens at a time. Both products are tensor-core ones (16 x 8 x 16):
-scores are queries times codes of keys, in fp32 and scaled once a group, since
-q . k = sum over groups of scale * (q . codes) + bias * sum(q); outputs are weights
-times codes of values, the weights being probability times scale. Codes are exact
-halves; queries and weights are two halves each, rows 0..7 and 8..15 of the left operand,
-so 22 bits of them count. Which dimension or token goes to which row of a fragment is
-ours to choose, so each lane loads contiguous codes and never exchanges any.
+Each warp takes 16 tokens at a time. Both products are tensor-core ones. Scores are
+codes of keys times queries, as bytes, of which a query has two for 16 bits, and are
+scaled once a group, since q . k = sum over groups of scale * (q . codes) + bias *
+sum(q). Outputs are values times weights, as halves: of an affine layout codes times
+probability times scale; of TurboQuant's, values looked up and scaled, still rotated,
+times probability. A weight is two halves, so 22 bits of it count. Which dimension or
+token goes to which row of a fragment is ours to choose, so each lane loads contiguous
+codes and never exchanges any; but weights, which become an operand by a transposition.
+The second kernel merges the splits, and rotates what was rotated back.
 
 Dialects are CUDA, Metal, and the tests' plain C++. Metal's 8 x 8 matrices have PTX's
 fragments for the left operand and the sum, once lanes are counted in another order; the
-right one is transposed by shuffles.
+right one is transposed by shuffles. It has none of bytes: those go in as halves.
+
+To CUDA's compiler the texts are given as files to include. mlx copies a kernel's source
+at each call, and for these it would take longer than all the rest of a call.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+
+import mlx.core as mx
 
 _HERE = Path(__file__).parent
 
@@ -32,13 +41,23 @@ def text(name: str) -> str:
 @cache
 def header(dialect: str) -> str:
     """What goes before a kernel: for `mx.fast.cuda_kernel` that of "cuda", for `mx.fast.metal_kernel` that of "metal"."""
-    return f"{text(f'{dialect}.inc')}{text('common.inc')}}}  // namespace decode_attention\nusing namespace decode_attention;\n"
+    parts = [f"{dialect}.inc", "common.inc"]
+    both = "".join(_include(name) for name in parts) if dialect == "cuda" else "".join(map(text, parts))
+    return f"{both}}}  // namespace decode_attention\nusing namespace decode_attention;\n"
 
 
 @cache
-def body(dialect: str, name: str) -> str:
-    """A kernel's body in a dialect."""
-    return text("metal.body") + text(name) if dialect == "metal" else text(name)
+def body(dialect: str, *names: str) -> str:
+    """A kernel's body in a dialect, out of the files of these names."""
+    if dialect == "metal":
+        return "".join(map(text, ("metal.body", *names)))
+    # mlx passes the shapes and strides that it finds in the text.
+    used = sorted(set(re.findall(r"\b\w+_(?:shape|strides)\b", "".join(map(text, names)))))
+    return f"// {' '.join(used)}\n{''.join(map(_include, names))}"
+
+
+def _include(name: str) -> str:
+    return f'#include "{_HERE / name}"\n'
 
 
 @cache
@@ -49,8 +68,20 @@ def bounded(warps: int, resident: int) -> str:
     return f"{header('cuda')}#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({32 * warps}, {resident})\n"
 
 
+TYPES = {
+    "cuda": {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float"},
+    "metal": {mx.bfloat16: "bfloat16_t", mx.float16: "float16_t", mx.float32: "float"},
+}
+
+
+def constants(dialect: str, named: Iterable[tuple[str, int | mx.Dtype]], types: Mapping[mx.Dtype, str] | None = None) -> str:
+    """Of a kernel, at the head of its body. mlx has template arguments for this, which it would look at in each call."""
+    types = types or TYPES[dialect]
+    return "".join(f"using {name} = {types[value]};\n" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};\n" for name, value in named)
+
+
 @cache
-def digest(dialect: str) -> str:
-    """Of all the text. It is in the kernels' names: mlx keeps compiled kernels on disk by name alone."""
-    parts = (header(dialect), body(dialect, "decode.body"), body(dialect, "merge.body"))
-    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
+def digest(dialect: str, *texts: str) -> str:
+    """Of a kernel's texts and of the files that they include."""
+    names = (f"{dialect}.inc", "common.inc", "decode.body", "merge.body", "written.body", "unrotated.body")
+    return hashlib.sha256("\0".join([*texts, *map(text, names)]).encode()).hexdigest()[:16]

@@ -11,7 +11,7 @@ mlx's own attention in two passes takes for a KV head on the smaller chips.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # Tokens that a warp takes at a time.
 TOKENS = 16
@@ -23,8 +23,7 @@ LARGEST_DIM, MOST_HEADS = 128, 4
 METAL_BLOCKS = 256
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """`warps` a block (1, 2, 4 or 8); `splits` of the tokens, each a block per KV head and row; `resident` blocks that a multiprocessor should hold.
 
     `resident` bounds the registers of a thread; 0 leaves them to the compiler, as always on Metal.

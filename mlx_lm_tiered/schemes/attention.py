@@ -8,11 +8,13 @@ into a running softmax (Milakov and Gimelshein, 2018), and both are gone before 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 
 from ..kernels.choice import Kernels, on_cuda
+from ..kernels.layout import Layout
 from . import turbo_attention
 from .caches import Triple
 from .mixed import Rows
@@ -27,25 +29,38 @@ FEW = 8
 def build(upstream: Callable[..., mx.array], kernels: Kernels | None = None) -> Callable[..., mx.array]:
     """What stands in for `upstream`, mlx-lm's quantized_scaled_dot_product_attention: the same parameters, and `sinks`."""
 
+    @cache
+    def without_kernel(layout: Layout) -> Callable[..., mx.array]:
+        return partial(_turbo, layout) if layout.turbo else partial(_affine, upstream, layout)
+
     def attend(
         queries: mx.array, q_keys: Any, q_values: Any, scale: float, mask: Any, group_size: int = 64, bits: int = 8, sinks: Any = None
     ) -> mx.array:
         if isinstance(q_keys, Rows):
             return q_keys.attend(attend, queries, scale, mask, sinks)
-        if isinstance(q_keys, Pair):
-            return turbo_attention.tiled(queries, q_keys, q_values, scale, mask, sinks, packed=queries.shape[2] <= FEW and not _strided_unsupported())
+        layout = Layout.turboquant(q_keys.bits, q_values.bits) if isinstance(q_keys, Pair) else Layout.affine(bits, group_size)
+        otherwise = without_kernel(layout)
         if kernels is not None:
-            done = kernels.attend(queries, q_keys, q_values, scale, mask, sinks, bits, group_size)
+            done = kernels.attend(queries, q_keys, q_values, scale, mask, sinks, layout, otherwise)
             if done is not None:
                 return done
-        if sinks is None and _upstreams(queries, q_values, group_size):
-            if mx.default_device().type == mx.cpu and queries.shape[1] > q_keys[0].shape[1]:
-                return gathered(queries, q_keys, q_values, scale, mask, group_size, bits)
-            return upstream(queries, q_keys, q_values, scale=scale, mask=mask, group_size=group_size, bits=bits)
-        keys, values = (Triple.of(side, bits, group_size) for side in (q_keys, q_values))
-        return tiled(queries, keys, values, scale, mask, sinks)
+        return otherwise(queries, q_keys, q_values, scale, mask, sinks)
 
     return attend
+
+
+def _turbo(layout: Layout, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
+    packed = queries.shape[2] <= FEW and not _strided_unsupported()
+    return turbo_attention.tiled(queries, Pair.of(keys, layout.key_bits), Pair.of(values, layout.value_bits), scale, mask, sinks, packed=packed)
+
+
+def _affine(upstream: Callable[..., mx.array], layout: Layout, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
+    bits, group_size = layout.key_bits, layout.group_size
+    if sinks is None and _upstreams(queries, values, group_size):
+        if mx.default_device().type == mx.cpu and queries.shape[1] > keys[0].shape[1]:
+            return gathered(queries, keys, values, scale, mask, group_size, bits)
+        return upstream(queries, keys, values, scale=scale, mask=mask, group_size=group_size, bits=bits)
+    return tiled(queries, *(Triple.of(side, bits, group_size) for side in (keys, values)), scale, mask, sinks)
 
 
 def _upstreams(queries: mx.array, values: Any, group_size: int) -> bool:

@@ -21,7 +21,6 @@ import numpy as np
 from plain import Shape
 
 from mlx_lm_tiered.kernels import decode, source
-from mlx_lm_tiered.kernels.tuning import Tuning
 
 HERE = Path(__file__).parent
 # Metal has C++14 and a little more; every other warning is an error.
@@ -34,8 +33,8 @@ class Kernel(NamedTuple):
     """One that mlx wrote."""
 
     header: str
-    text: str  # the template with mlx's signature
-    name: str  # with its template arguments
+    text: str  # with mlx's signature
+    name: str
     buffers: list[tuple[str, str]]  # the type and name of each
     attributes: list[str]
 
@@ -58,27 +57,32 @@ def written(kernel: Any, options: dict[str, Any], inputs: Sequence[mx.array], he
         out.seek(0)
         text = out.read().decode().split("```\n")[1]
     assert text.startswith(header)
-    template, instance = text[len(header) :].split("\ntemplate [[host_name")
-    found = re.search(r"decltype\((.*)\) ", instance)
-    assert found
-    parameters = list(PARAMETER.finditer(template))
+    text = text[len(header) :]
+    name = re.search(r"\[\[kernel\]\] void (\w+)\(", text)
+    assert name
+    parameters = list(PARAMETER.finditer(text))
     assert [int(p["index"]) for p in parameters] == list(range(len(parameters)))
-    return Kernel(header, template, found[1], [(p["type"], p["name"]) for p in parameters], ATTRIBUTE.findall(template))
+    return Kernel(header, text, name[1], [(p["type"], p["name"]) for p in parameters], ATTRIBUTE.findall(text))
 
 
 def of(shape: Shape, slots: int = 16, splits: int = 8) -> tuple[Kernel, Kernel]:
     """Both kernels of a shape."""
-    rows = 1
-    heads, header = shape.each * shape.kv_heads, source.header("metal")
-    calls = decode._calls(
-        "metal", rows, heads, shape.kv_heads, shape.dim, shape.bits, shape.group_size, shape.masked, shape.queries, shape.scales, Tuning(shape.warps, splits)
-    )  # fmt: skip
-    side = [mx.zeros((rows, shape.kv_heads, slots, shape.dim * shape.bits // 32), mx.uint32)]
-    side += [mx.zeros((rows, shape.kv_heads, slots, shape.dim // shape.group_size), shape.scales)] * 2
+    rows, header, layout = 1, source.header("metal"), shape.layout
+    found = shape.options("metal", rows, splits)
+    first, second = decode.kernels("metal", found, layout.turbo)
+
+    def zeros(width: int, kind: mx.Dtype) -> mx.array:
+        return mx.zeros((rows, shape.kv_heads, slots, width), kind)
+
+    groups = shape.dim // layout.group_size
+    sides = []
+    for bits, scales in ((layout.key_bits, 2), (layout.value_bits, 1)):
+        packed = zeros(shape.dim * bits // 32, mx.uint32)
+        sides.append([packed, zeros(groups * scales, shape.scales)] if layout.turbo else [packed, *[zeros(groups, shape.scales)] * 2])
     mask = mx.zeros((rows, 1, 1, slots if shape.masked else 1), mx.bool_)
-    inputs = [mx.zeros((rows, heads, 1, shape.dim), shape.queries), *side, *side, mask, mx.zeros((1,))]
-    parts = [mx.zeros(size) for size in calls.parts_options["output_shapes"]]
-    return written(calls.parts, calls.parts_options, inputs, header), written(calls.merge, calls.merge_options, parts, header)
+    inputs = [mx.zeros((rows, shape.each * shape.kv_heads, 1, shape.dim), shape.queries), *layout.inputs(*sides), mask]
+    parts = [*(mx.zeros(size) for size in found.parts["output_shapes"]), *layout.back(shape.dim)]
+    return written(first, found.parts, inputs, header), written(second, found.merge, parts, header)
 
 
 def unit(kernels: list[Kernel]) -> str:
@@ -129,18 +133,21 @@ class Library:
         pointers = (ctypes.c_void_p * len(given))(*(a.ctypes.data for a in given))
         assert self._run(which, pointers, (ctypes.c_int * 3)(*grid), threads), "some threads wait for others that went another way"
 
-    def decode(self, shape: Shape, q: mx.array, keys: Any, values: Any, slots: int, scale: float, mask: np.ndarray | None, splits: int) -> np.ndarray:
+    def decode(self, shape: Shape, q: mx.array, keys: Any, values: Any, slots: int, mask: np.ndarray | None, splits: int) -> np.ndarray:
         """As `kernels.decode.decode`, over whole buffers of which `slots` are held; in fp32."""
-        rows, heads = q.shape[:2]
+        rows = q.shape[0]
+        found = shape.options("metal", rows, splits)
         mask = np.ones((1, 1, 1, 1), bool) if mask is None else mask
-        names = [*decode.INPUTS, "po", "pm", "pl", "out"]
-        parts = [np.full((rows * heads, splits, *more), np.nan, np.float32) for more in ((shape.dim,), (), ())]
+        parts = [np.full(size, np.nan, np.float32) for size in found.parts["output_shapes"]]
         out = np.zeros(q.shape, np.uint16 if shape.queries == mx.bfloat16 else np.float16 if shape.queries == mx.float16 else np.float32)
-        given = [_view(a) for a in (q, *keys, *values)] + [mask, np.array([scale], np.float32), *parts, out]
-        arrays = dict(zip(names, given, strict=True))
+        given = [_view(a) for a in (q, *shape.layout.inputs(keys, values))] + [mask, *parts, out]
+        arrays = dict(zip([*decode.INPUTS, "po", "pm", "pl", "out"], given, strict=True))
+        arrays |= {"signs": _view(signs) for signs in shape.layout.back(shape.dim)}
         seen = {"kp": (rows, shape.kv_heads, slots, keys[0].shape[3])}
-        self._call(self._numbers[shape], arrays, seen, (splits, rows * shape.kv_heads, -(-shape.each // 8)), 32 * shape.warps)
-        self._call(self._numbers[shape] + 1, arrays, {}, (rows * heads, 1, 1), 4 * shape.dim)
+        for which, one in enumerate((found.parts, found.merge)):
+            threads = one["threadgroup"][0]
+            width, *others = one["grid"]
+            self._call(self._numbers[shape] + which, arrays, {} if which else seen, (width // threads, *others), threads)
         return (out.astype(np.uint32) << 16).view(np.float32) if out.dtype == np.uint16 else out.astype(np.float32)
 
 

@@ -12,51 +12,71 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_lm_tiered.kernels import source
-from mlx_lm_tiered.kernels.decode import INPUTS
+from mlx_lm_tiered.kernels.decode import INPUTS, Format, Options, options
+from mlx_lm_tiered.kernels.layout import Layout
+from mlx_lm_tiered.kernels.tuning import Tuning
 
 TYPES = {mx.float32: "float", mx.bfloat16: "bf16", mx.float16: "half"}
-POINTERS = {"q": "T", "kp": "u32", "vp": "u32", "mask": "bool", "scale": "float"}
+POINTERS = {"q": "T", "kp": "u32", "vp": "u32", "mask": "bool"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is compiled for: the template arguments of `decode`."""
+    """What is compiled for: what `decode` is called with."""
 
-    bits: int
-    group_size: int
+    layout: Layout
     dim: int
     each: int = 4
     kv_heads: int = 2
     warps: int = 2
+    scale: float = 0.11
     masked: bool = False
     queries: mx.Dtype = mx.float32
     scales: mx.Dtype = mx.float32
+
+    @property
+    def form(self) -> Format:
+        return Format(self.layout, self.dim, self.each, self.queries, self.scales, self.scale, self.masked)
+
+    def options(self, language: str, rows: int, splits: int) -> Options:
+        return options(language, rows, self.kv_heads, self.form, Tuning(self.warps, splits))
+
+
+def affine(bits: int, group_size: int, dim: int, **more: Any) -> Shape:
+    return Shape(Layout.affine(bits, group_size), dim, **more)
+
+
+def turbo(key_bits: int, value_bits: int, dim: int, **more: Any) -> Shape:
+    return Shape(Layout.turboquant(key_bits, value_bits), dim, scales=mx.float16, **more)
+
+
+def constants(named: dict[str, Any]) -> str:
+    return source.constants("plain", named.items(), TYPES)
 
 
 def text(shapes: list[Shape]) -> str:
     """One translation unit with `parts_N` and `merge_N` for each shape."""
     out = ['#include "plain.inc"\n', source.text("common.inc"), "}\nusing namespace decode_attention;\n"]
-    out.append("static struct { const void* in[9]; const long* strides[9]; const int* kp_shape; float* parts[3]; void* out; } args;\n")
+    out.append("static struct { const void* in[8]; const long* strides[8]; const int* kp_shape; float* parts[3]; const float* signs; void* out; } args;\n")
     for number, s in enumerate(shapes):
-        types = f"using T = {TYPES[s.queries]}; using S = {TYPES[s.scales]}; constexpr int D = {s.dim};\n"
-        constants = {"BITS": s.bits, "GS": s.group_size, "G": s.each, "HK": s.kv_heads, "W": s.warps, "MASKED": int(s.masked)}
-        out.append(f"static void parts_body_{number}() {{\n{types}")
-        out += [f"constexpr int {name} = {value};\n" for name, value in constants.items()]
+        found = s.options("cuda", 1, 1)
+        types = POINTERS | ({"vb": "u32"} if s.layout.turbo else {})
+        out.append(f"static void parts_body_{number}() {{\n{constants(found.parts_constants)}")
         out += [
-            f"const auto* {name} = (const {POINTERS.get(name, 'S')}*)args.in[{i}]; [[maybe_unused]] const long* {name}_strides = args.strides[{i}];\n"
+            f"const auto* {name} = (const {types.get(name, 'S')}*)args.in[{i}]; [[maybe_unused]] const long* {name}_strides = args.strides[{i}];\n"
             for i, name in enumerate(INPUTS)
         ]
         out.append("const int* kp_shape = args.kp_shape; float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
-        out.append(f"{source.text('decode.body')}}}\nstatic void merge_body_{number}() {{\n{types}T* out = (T*)args.out;\n")
-        out.append("const int po_shape[] = {0, args.kp_shape[0]}; const float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
-        out.append(f"{source.text('merge.body')}}}\n")
-    out.append('extern "C" bool run(int which, int merge, const void** in, const long** strides, const int* kp_shape, float** parts, void* out,')
+        out.append(f"{source.text('decode.body')}}}\nstatic void merge_body_{number}() {{\n{constants(found.merge_constants)}T* out = (T*)args.out;\n")
+        out.append("const int po_shape[] = {0, args.kp_shape[0]}; const float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2], *signs = args.signs;\n")
+        out.append(f"{source.text('merge.body')}{source.text('unrotated.body' if s.layout.turbo else 'written.body')}}}\n")
+    out.append('extern "C" bool run(int which, int merge, const void** in, const long** strides, const int* kp_shape, float** parts, const float* signs, void* out,')
     out.append(" const int* grid, int threads) {\nstatic void (*bodies[])() = {")
     out += [f"parts_body_{number}, merge_body_{number}, " for number in range(len(shapes))]
     out.append("""};
-for (int i = 0; i < 9; ++i) { args.in[i] = in[i]; args.strides[i] = strides[i]; }
+for (int i = 0; i < 8; ++i) { args.in[i] = in[i]; args.strides[i] = strides[i]; }
 for (int i = 0; i < 3; ++i) args.parts[i] = parts[i];
-args.kp_shape = kp_shape; args.out = out;
+args.kp_shape = kp_shape; args.signs = signs; args.out = out;
 return fibers::run_grid(bodies[2 * which + merge], grid, threads);
 }
 """)
@@ -75,25 +95,28 @@ class Library:
         self._run = ctypes.CDLL(str(directory / "plain.so")).run
         self._run.restype = ctypes.c_bool
 
-    def decode(self, shape: Shape, q: mx.array, keys: Any, values: Any, slots: int, scale: float, mask: np.ndarray | None, splits: int) -> np.ndarray:
+    def decode(self, shape: Shape, q: mx.array, keys: Any, values: Any, slots: int, mask: np.ndarray | None, splits: int) -> np.ndarray:
         """As `kernels.decode.decode`, over whole buffers of which `slots` are held; in fp32."""
-        arrays = [_view(a) for a in (q, *keys, *values)]
-        rows, heads = q.shape[:2]
-        arrays += [np.ones((1, 1, 1, 1), bool) if mask is None else mask, np.array([scale], np.float32)]
+        rows = q.shape[0]
+        found = shape.options("cuda", rows, splits)
+        arrays = [_view(a) for a in (q, *shape.layout.inputs(keys, values))]
+        arrays.append(np.ones((1, 1, 1, 1), bool) if mask is None else mask)
         strides = [(ctypes.c_long * 4)(*(s // a.itemsize for s in a.strides)) for a in arrays]
-        parts = [np.full(n, np.nan, np.float32) for n in (rows * heads * splits * shape.dim, rows * heads * splits, rows * heads * splits)]
+        parts = [np.full(size, np.nan, np.float32) for size in found.parts["output_shapes"]]
+        signs = [*map(_view, shape.layout.back(shape.dim)), *parts][0]
         out = np.zeros(q.shape, np.uint16 if shape.queries == mx.bfloat16 else np.float16 if shape.queries == mx.float16 else np.float32)
 
-        def call(merge: int, first: int, second: int, grid: tuple[int, int, int], threads: int) -> None:
-            dims = (ctypes.c_int * 3)(first, 0, second)
+        def call(merge: int, first: int, grid: tuple[int, ...], threads: int) -> None:
+            dims, (width, *others) = (ctypes.c_int * 3)(first, 0, slots), grid
             assert self._run(
-                self._numbers[shape], merge, (ctypes.c_void_p * 9)(*(a.ctypes.data for a in arrays)),
-                (ctypes.POINTER(ctypes.c_long) * 9)(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_long)) for s in strides)), dims,
-                (ctypes.c_void_p * 3)(*(p.ctypes.data for p in parts)), ctypes.c_void_p(out.ctypes.data), (ctypes.c_int * 3)(*grid), threads,
+                self._numbers[shape], merge, (ctypes.c_void_p * 8)(*(a.ctypes.data for a in arrays)),
+                (ctypes.POINTER(ctypes.c_long) * 8)(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_long)) for s in strides)), dims,
+                (ctypes.c_void_p * 3)(*(p.ctypes.data for p in parts)), ctypes.c_void_p(signs.ctypes.data), ctypes.c_void_p(out.ctypes.data),
+                (ctypes.c_int * 3)(width // threads, *others), threads,
             )  # fmt: skip
 
-        call(0, 0, slots, (splits, rows * shape.kv_heads, -(-shape.each // 8)), 32 * shape.warps)
-        call(1, splits, slots, (rows * heads, 1, 1), 4 * shape.dim)
+        for merge, one in enumerate((found.parts, found.merge)):
+            call(merge, splits * merge, one["grid"], one["threadgroup"][0])
         return (out.astype(np.uint32) << 16).view(np.float32) if out.dtype == np.uint16 else out.astype(np.float32)
 
 

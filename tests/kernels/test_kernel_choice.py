@@ -13,11 +13,16 @@ from mlx_lm.models import base
 
 from mlx_lm_tiered.kernels import check, choice, decode, tuning
 from mlx_lm_tiered.kernels.choice import Kernels
+from mlx_lm_tiered.kernels.layout import Layout
 from mlx_lm_tiered.schemes import attention
+from mlx_lm_tiered.schemes.turbo import Pair
 from mlx_lm_tiered.statistics import Statistics
+from mlx_lm_tiered.turboquant.codec import encode_keys, encode_values
 
 UPSTREAM = base.quantized_scaled_dot_product_attention
 SCALE = 0.18
+EIGHT, FOUR = Layout.affine(8, 32), Layout.affine(4, 32)
+SPLITS = [(16384, 8, 8, 33), (65536, 8, 8, 49), (65536, 8, 4, 66), (65536, 32, 4, 16), (100, 8, 8, 2), (1, 8, 8, 1), (16384, 900, 4, 1)]
 
 
 def step(bits: int = 8, dtype: mx.Dtype = mx.float32, length: int = 1) -> dict[str, Any]:
@@ -27,9 +32,29 @@ def step(bits: int = 8, dtype: mx.Dtype = mx.float32, length: int = 1) -> dict[s
     return {"queries": q, "q_keys": keys, "q_values": values, "scale": SCALE, "mask": None, "group_size": 32, "bits": bits}
 
 
-def plainly(q: mx.array, keys: Any, values: Any, scale: float, mask: Any, bits: int, group_size: int, tuned: Any = None) -> mx.array:
+def turbo_step(value_bits: int = 3, length: int = 1) -> dict[str, Any]:
+    mx.random.seed(1)
+    q, k, v = (mx.random.normal(shape) for shape in ((2, 4, length, 64), (2, 2, 40, 64), (2, 2, 40, 64)))
+    return {"queries": q, "q_keys": Pair.of(encode_keys(k, 8), 8), "q_values": Pair.of(encode_values(v, value_bits), value_bits), "scale": SCALE, "mask": None}
+
+
+def plainly(q: mx.array, keys: Any, values: Any, scale: float, mask: Any, layout: Layout, tuned: Any = None) -> mx.array:
     """In place of the GPU, which is not here: the right numbers."""
-    return check.reference(q, keys, values, scale, mask, bits, group_size).astype(q.dtype)
+    return check.reference(q, keys, values, scale, mask, layout).astype(q.dtype)
+
+
+def serving(monkeypatch: pytest.MonkeyPatch, served: list[Layout], attend: Any = plainly) -> None:
+    """Steps that are so computed, and told of."""
+
+    class Step:
+        def __init__(self, rows: int, kv_heads: int, form: decode.Format):
+            self.form = form
+
+        def __call__(self, q: mx.array, keys: Any, values: Any, mask: Any) -> mx.array:
+            served.append(self.form.layout)
+            return attend(q, keys, values, self.form.scale, mask, self.form.layout)
+
+    monkeypatch.setattr(choice, "Step", Step)
 
 
 @pytest.fixture
@@ -60,7 +85,7 @@ def test_a_kernel_that_does_not_compile_is_off_with_one_warning(device: None, mo
 @pytest.mark.parametrize("wrong", [lambda y: y * 1.01, lambda y: y + mx.array(float("nan")), lambda y: y[::-1]])
 def test_a_kernel_with_other_numbers_is_off(device: None, monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     monkeypatch.setattr(check, "decode", lambda *arguments: wrong(plainly(*arguments)))
-    monkeypatch.setattr(choice, "decode", lambda *arguments: pytest.fail("it served"))
+    serving(monkeypatch, [], lambda *arguments: pytest.fail("it served"))
     statistics = Statistics()
     kernels = faults(statistics)
     assert np.array_equal(attention.build(UPSTREAM, kernels)(**step()), UPSTREAM(**step()))
@@ -69,8 +94,8 @@ def test_a_kernel_with_other_numbers_is_off(device: None, monkeypatch: pytest.Mo
 
 def test_a_kernel_that_passes_serves_what_it_supports(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     tests, served = [], []
-    monkeypatch.setattr(check, "decode", lambda *arguments: (tests.append(arguments[7]), plainly(*arguments))[1])
-    monkeypatch.setattr(choice, "decode", lambda *arguments: (served.append(arguments[5]), plainly(*arguments))[1])
+    monkeypatch.setattr(check, "decode", lambda *arguments: (tests.append(arguments[6]), plainly(*arguments))[1])
+    serving(monkeypatch, served)
     kernels = Kernels()
     attend = attention.build(UPSTREAM, kernels)
     for dtype in (mx.float32, mx.float32, mx.bfloat16):
@@ -78,11 +103,27 @@ def test_a_kernel_that_passes_serves_what_it_supports(device: None, monkeypatch:
         assert mx.abs(got - want).max().item() < (1e-5 if dtype == mx.float32 else 0.06)
     # What is tested is compiled as what serves.
     used = tuning.choose(40, 4, 8, 64, 2)
-    assert [(t.warps, t.resident) for t in tests] == [(used.warps, used.resident)] * 2 and served == [8, 8, 8]
-    # Several queries and sinks are computed otherwise.
+    assert [(t.warps, t.resident) for t in tests] == [(used.warps, used.resident)] * 2 and served == [EIGHT] * 3
+    # Several queries, sinks, and another mask are computed otherwise.
     assert np.array_equal(attend(**step(length=3)), UPSTREAM(**step(length=3)))
     attend(**step(), sinks=mx.zeros(4))
-    assert served == [8, 8, 8] and kernels.failed == 0
+    attend(**step() | {"mask": mx.ones((2, 4, 1, 40), mx.bool_)})
+    assert served == [EIGHT] * 3 and kernels.failed == 0
+    # And what is served at one length is not at one that is too short for a warp.
+    short = step() | {side: tuple(part[:, :, :15] for part in step()[side]) for side in ("q_keys", "q_values")}
+    assert np.array_equal(attend(**short), UPSTREAM(**short)) and len(served) == 3
+
+
+def test_turboquant_is_served_too(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "decode", plainly)
+    served: list[Layout] = []
+    serving(monkeypatch, served)
+    kernels = Kernels()
+    attend, without = attention.build(UPSTREAM, kernels), attention.build(UPSTREAM)
+    for bits in (3, 8):
+        assert mx.abs(attend(**turbo_step(bits)) - without(**turbo_step(bits))).max().item() < 1e-5
+    assert served == [Layout.turboquant(8, 3), Layout.turboquant(8, 8)]
+    assert np.array_equal(attend(**turbo_step(length=2)), without(**turbo_step(length=2))) and len(served) == 2
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -90,62 +131,83 @@ def test_on_metal_it_serves_where_it_is_not_slower(device: None, monkeypatch: py
     monkeypatch.setattr(choice, "dialect", lambda: "metal")
     monkeypatch.setattr(check, "decode", plainly)
     asked, served = [], []
-    monkeypatch.setattr(choice, "decode", lambda *arguments: (served.append(arguments[5]), plainly(*arguments))[1])
-    monkeypatch.setattr(choice, "faster", lambda form: (asked.append(form.bits), pays)[1])
+    serving(monkeypatch, served)
+
+    def faster(form: decode.Format, otherwise: Any) -> bool:
+        one = step(form.layout.key_bits)
+        # What it is compared with is what would serve.
+        assert mx.abs(otherwise(one["queries"], one["q_keys"], one["q_values"], SCALE) - UPSTREAM(**one)).max().item() < 1e-5
+        asked.append(form.layout)
+        return pays
+
+    monkeypatch.setattr(choice, "faster", faster)
     statistics = Statistics()
     kernels = faults(statistics)
     attend = attention.build(UPSTREAM, kernels)
     for bits in (8, 8, 4):
         assert mx.abs(attend(**step(bits)) - UPSTREAM(**step(bits))).max().item() < 1e-5
-    assert asked == [8, 4] and served == ([8, 8, 4] if pays else []) and kernels.slower == (0 if pays else 2) and kernels.failed == 0 and statistics.report()["faults"] == {}
+    assert asked == [EIGHT, FOUR] and served == ([EIGHT, EIGHT, FOUR] if pays else []) and kernels.slower == (0 if pays else 2)
+    assert kernels.failed == 0 and statistics.report()["faults"] == {}
 
 
-def test_what_is_timed_is_attention_and_the_slower_one_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_timed_is_one_format_and_the_slower_one_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TIMED_TOKENS": 64, "CALLS": 1, "REPEATS": 3}.items():
         monkeypatch.setattr(check, name, value)
-    one = step()
-    arguments = (one["queries"], one["q_keys"], one["q_values"], SCALE)
-    assert mx.abs(check.stock(*arguments, 8, 32) - check.reference(*arguments, None, 8, 32)).max().item() < 1e-5
-    form = check.Format(8, 32, 64, 2, mx.float32, mx.float32)
+    form = decode.Format(EIGHT, 64, 2, mx.float32, mx.float32, SCALE)
+    seen = []
+
+    def otherwise(q: mx.array, keys: Any, values: Any, scale: float) -> mx.array:
+        seen.append((q.shape, keys[0].shape, scale))
+        time.sleep(0.05)
+        return q
+
     monkeypatch.setattr(check, "decode", lambda q, *rest: q)
-    assert check.faster(form)
-    monkeypatch.setattr(check, "decode", lambda q, *rest: (time.sleep(0.1), q)[1])
-    assert not check.faster(form)
+    assert check.faster(form, otherwise) and set(seen) == {((1, 16, 1, 64), (1, 8, 64, 16), SCALE)}
+    monkeypatch.setattr(check, "decode", lambda q, *rest: (time.sleep(0.2), q)[1])
+    assert not check.faster(form, otherwise)
 
 
 def test_a_small_cache_is_not_the_metal_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlx would pass it in another address space. A mask with a cache of more elements may still be too small."""
+    """mlx would pass arrays of few elements in another address space."""
+    side = mx.quantize(mx.zeros((1, 1, 16, 64)), group_size=64, bits=8)
+    asked = (mx.zeros((1, 1, 1, 64)), side, side, Layout.affine(8, 64), mx.ones((16,), mx.bool_), None)
     monkeypatch.setattr(decode, "dialect", lambda: "metal")
-    for slots, dim, masked, supported in ((7, 64, False, False), (8, 64, False, True), (7, 128, False, True), (7, 128, True, False), (8, 128, True, True)):
-        side = mx.quantize(mx.zeros((1, 1, slots, dim)), group_size=64, bits=8)
-        mask = mx.ones((slots,), mx.bool_) if masked else None
-        assert decode.supports(mx.zeros((1, 1, 1, dim)), side, side, 8, 64, mask, None) == supported
+    assert decode.supports(*asked)
+    monkeypatch.setitem(decode.LEAST_ELEMENTS, "metal", 17)
+    assert not decode.supports(*asked)
 
 
 def test_what_is_not_supported() -> None:
     one = step()
-    asked = (one["queries"], one["q_keys"], one["q_values"], 8, 32)
-    assert decode.supports(*asked, None, None) and decode.supports(*asked, "causal", None)
-    assert decode.supports(*asked, mx.ones((2, 1, 1, 40), mx.bool_), None) and decode.supports(*asked, mx.ones((40,), mx.bool_), None)
+    arrays = (one["queries"], one["q_keys"], one["q_values"])
+    assert decode.supports(*arrays, EIGHT, None, None) and decode.supports(*arrays, EIGHT, "causal", None)
+    assert decode.supports(*arrays, EIGHT, mx.ones((2, 1, 1, 40), mx.bool_), None) and decode.supports(*arrays, EIGHT, mx.ones((40,), mx.bool_), None)
     for mask in (mx.ones((2, 4, 1, 40), mx.bool_), mx.ones((2, 1, 1, 39), mx.bool_), mx.zeros((2, 1, 1, 40)), "other"):
-        assert not decode.supports(*asked, mask, None)
-    assert not decode.supports(*asked, None, mx.zeros(4))
-    assert not decode.supports(*asked[:3], 7, 32, None, None) and not decode.supports(*asked[:3], 8, 64, None, None)
+        assert not decode.supports(*arrays, EIGHT, mask, None)
+    assert not decode.supports(*arrays, EIGHT, None, mx.zeros(4))
+    for layout in (Layout.affine(7, 32), Layout.affine(8, 64), Layout.turboquant(8, 3), Layout(8, 4, 32)):
+        assert not decode.supports(*arrays, layout, None, None)
+    for slots, supported in ((15, False), (16, True)):
+        short = [tuple(part[:, :, :slots] for part in side) for side in arrays[1:]]
+        assert decode.supports(arrays[0], *short, EIGHT, None, None) == supported
+    two = turbo_step()
+    assert decode.supports(two["queries"], two["q_keys"], two["q_values"], Layout.turboquant(8, 3), None, None)
+    assert not decode.supports(two["queries"], two["q_keys"], two["q_values"], EIGHT, None, None)
 
 
 def test_off_and_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     one = step()
-    arguments = (one["queries"], one["q_keys"], one["q_values"], SCALE, None, None, 8, 32)
+    arguments = (one["queries"], one["q_keys"], one["q_values"], SCALE, None, None, EIGHT, plainly)
     monkeypatch.setattr(choice, "available", lambda: False)
     assert Kernels().state == "none for this device" and Kernels().attend(*arguments) is None
     monkeypatch.setattr(choice, "available", lambda: True)
     monkeypatch.setattr(check, "decode", plainly)
-    monkeypatch.setattr(choice, "decode", plainly)
+    serving(monkeypatch, [])
     assert Kernels("off").state == "off" and Kernels("off").attend(*arguments) is None
     assert Kernels().state == "on" and Kernels().attend(*arguments) is not None
 
 
-@pytest.mark.parametrize(("tokens", "units", "bits", "splits"), [(16384, 8, 8, 33), (65536, 8, 8, 49), (65536, 8, 4, 66), (65536, 32, 4, 16), (100, 8, 8, 2), (1, 8, 8, 1), (16384, 900, 4, 1)])
+@pytest.mark.parametrize(("tokens", "units", "bits", "splits"), SPLITS)
 def test_splits_fill_the_device_but_no_warp_is_idle(tokens: int, units: int, bits: int, splits: int) -> None:
     found = tuning.choose(tokens, units, bits, 128, 4)
     assert found.splits == splits and (found.splits - 1) * found.warps * tuning.TOKENS < tokens

@@ -8,12 +8,14 @@ from pathlib import Path
 import metal
 import mlx.core as mx
 import pytest
-from plain import Shape
+from plain import affine, turbo
 
 from mlx_lm_tiered.kernels import decode, source
+from mlx_lm_tiered.kernels.layout import Layout
 from mlx_lm_tiered.kernels.tuning import choose
 
-SHAPE = Shape(8, 64, 64, each=1, kv_heads=1, masked=True, scales=mx.bfloat16)
+BODIES = ("decode.body", "merge.body", "written.body", "unrotated.body")
+SHAPE = affine(8, 64, 64, each=1, kv_heads=1, masked=True, scales=mx.bfloat16)
 TYPES = r"(?:u8|u16|u32|uint\d?|int|long|float\d?|half\d?|bool|S|T|simdgroup_\w+|\w+<[^<>;]*>)"
 POINTER = re.compile(rf"(?:\b(\w+)\s+)?(?:const\s+)?\b{TYPES}\s*[*&](?![&\w]*\s*\d)")
 SPACES = {"LOCAL", "DEVICE", "SHARED"}
@@ -21,7 +23,7 @@ SPACES = {"LOCAL", "DEVICE", "SHARED"}
 
 def test_every_pointer_names_its_address_space() -> None:
     """The stand-in cannot tell a pointer without one from a pointer to a thread's own memory; Metal can."""
-    names = ("metal.inc", "metal.body", "common.inc", "decode.body", "merge.body")
+    names = ("metal.inc", "metal.body", "common.inc", *BODIES)
     code = re.sub(r"//.*", "", "\n".join(source.text(name) for name in names))
     found = [(pointer[0], pointer[1]) for pointer in POINTER.finditer(code)]
     assert len(found) > 20 and [whole for whole, space in found if space not in SPACES] == []
@@ -34,17 +36,17 @@ def test_no_variable_is_global_and_none_is_a_double() -> None:
     """Metal wants such variables in the constant address space, and has no doubles."""
     header = re.sub(r"//.*", "", source.text("metal.inc") + source.text("common.inc"))
     assert re.findall(r"^(?:static|const|constexpr)\b.*", header, re.MULTILINE) == []
-    everything = header + source.body("metal", "decode.body") + source.body("metal", "merge.body")
+    everything = header + re.sub(r"//.*", "", source.body("metal", *BODIES))
     assert not re.search(r"\bdouble\b|\d\.\d*(?![\df])(?:e-?\d+(?!f))?(?![\w.])", everything)
 
 
 @pytest.mark.parametrize(
     ("right", "wrong", "says"),
     [
-        ("template <int BITS, int E> FN void fetch(LOCAL u32* w, DEVICE const u8* row", "template <int BITS, int E> FN void fetch(LOCAL u32* w, LOCAL const u8* row", "no matching function"),
+        ("template <int BITS, int E> FN void fetch(LOCAL u32* raw, DEVICE const u8* row", "template <int BITS, int E> FN void fetch(LOCAL u32* raw, LOCAL const u8* row", "no matching function"),
         ("DEVICE const S* kscales = ks", "LOCAL const S* kscales = ks", "cannot initialize a variable"),
         ("reinterpret_cast<DEVICE const uint2*>(from)", "reinterpret_cast<LOCAL const uint2*>(from)", "reinterpret_cast"),
-        ("const float even = shuffle(", "const float even = warp_shuffle(", "undeclared"),
+        ("l[k] += shuffle_xor(", "l[k] += warp_shuffle_xor(", "undeclared"),
         ("BARRIER();", "__syncthreads();", "undeclared"),
     ],
 )  # fmt: skip
@@ -65,27 +67,37 @@ def test_a_step_is_put_to_metal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """All of it that mlx does before a GPU's part begins."""
     monkeypatch.setattr(decode, "dialect", lambda: "metal")
     side = [mx.zeros((2, 1, 40, size), kind) for size, kind in ((32, mx.uint32), (2, mx.bfloat16), (2, mx.bfloat16))]
+    turbo_side = [mx.zeros((2, 1, 40, size), kind) for size, kind in ((32, mx.uint32), (8, mx.float16), (12, mx.uint32), (4, mx.float16))]
     q, mask = mx.zeros((2, 4, 1, 128), mx.bfloat16), mx.ones((2, 1, 1, 40), mx.bool_)
-    shapes = []
+    for layout, sides in ((Layout.affine(8, 64), [*side, *side]), (Layout.turboquant(8, 3), turbo_side)):
+        shapes = []
 
-    def step(q: mx.array, *sides: mx.array) -> mx.array:
-        assert decode.supports(q, sides[:3], sides[3:], 8, 64, mask, None)
-        out = decode.decode(q, sides[:3], sides[3:], 0.1, mask, 8, 64)
-        shapes.append((out.shape, out.dtype))
-        return out
+        def step(q: mx.array, *sides: mx.array, layout: Layout = layout, shapes: list = shapes) -> mx.array:
+            half = len(sides) // 2
+            assert decode.supports(q, sides[:half], sides[half:], layout, mask, None)
+            out = decode.decode(q, sides[:half], sides[half:], 0.1, mask, layout)
+            shapes.append((out.shape, out.dtype))
+            return out
 
-    mx.export_function(str(tmp_path / "step.mlxfn"), step, q, *side, *side)
-    assert shapes == [((2, 4, 1, 128), mx.bfloat16)]
+        mx.export_function(str(tmp_path / "step.mlxfn"), step, q, *sides)
+        assert shapes == [((2, 4, 1, 128), mx.bfloat16)]
 
 
 def test_what_a_threadgroup_may_have() -> None:
-    for group, dims in ((32, (32, 64, 96, 128, 192, 256)), (64, (64, 128, 256)), (128, (128, 256))):
-        for dim in dims:
-            for each in (1, 4, 5, 8, 12):
-                heads, tuning = each * 2, choose(4096, 2, 4, dim, each, "metal")
-                calls = decode._calls("metal", 1, heads, 2, dim, 4, group, False, mx.float16, mx.float16, tuning)
-                parts, merge = calls.parts_options, calls.merge_options
-                warps = dict(parts["template"])["W"]
-                shared = warps * min(each, 8) * (dim + 2 + dim // group) * 4
-                assert parts["threadgroup"] == (32 * warps, 1, 1) and shared <= 32 << 10 and warps in (1, 2, 4)
-                assert merge["threadgroup"][0] <= 1024 and (2 * decode.MOST_SPLITS + 3 * dim) * 4 <= 32 << 10
+    cases = [(Layout.affine(4, group), dim) for group, dims in ((32, (32, 64, 96, 128, 192, 256)), (64, (64, 128, 256, 512)), (128, (128, 256))) for dim in dims]
+    cases += [(Layout.turboquant(8, bits), dim) for bits in (2, 3, 4, 5, 8) for dim in (64, 128, 256, 512)]
+    for layout, dim in cases:
+        for each in (1, 4, 5, 8, 12):
+            tuning = choose(4096, 2, layout.value_bits, dim, each, "metal")
+            kinds = (mx.float32, mx.float16) if layout.turbo else (mx.float32, mx.float32)
+            found = decode.options("metal", 1, 2, decode.Format(layout, dim, each, *kinds, 0.1), tuning)
+            if decode.warps_that_fit("metal", decode.Format(layout, dim, each, *kinds, 0.1), 1) == 0:
+                # No block has room for this; it is not supported.
+                assert dim == 512 and each > 4
+                continue
+            warps, part, tiles = found.parts_constants["W"], min(dim, 256), 1 if each <= 4 else 2
+            # As in decode.body: outputs and what belongs to them, queries, and the table.
+            shared = warps * min(each, 8) * (part + 8 + 2) * 4 + (8 * tiles * 2 * (dim // 4 + 4) + 4 * tiles * (dim // layout.group_size + 1)) * 4 + layout.table_bytes
+            assert found.parts["threadgroup"] == (32 * warps, 1, 1) and shared <= 32 << 10 and warps in (1, 2, 4)
+            threads = found.merge["threadgroup"][0]
+            assert threads <= 1024 and threads % 32 == 0 and (decode.MOST_SPLITS + threads) * 4 <= 32 << 10

@@ -12,6 +12,7 @@ from families import CONFIGS, build_config
 
 from mlx_lm_hooks import disable, enable
 from mlx_lm_tiered.kernels.choice import Kernels
+from mlx_lm_tiered.kernels.layout import Layout
 from mlx_lm_tiered.schemes import attention, softmax
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache
 from support.models import TINY
@@ -38,18 +39,18 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> plain.Library:
-    shapes = [plain.Shape(bits, group, 32, each=each, kv_heads=2) for bits, group in FORMATS for each in (1, 2)]
+    shapes = [plain.affine(bits, group, 32, each=each, kv_heads=2, scale=32**-0.5) for bits, group in FORMATS for each in (1, 2)]
     return plain.Library(shapes, tmp_path_factory.mktemp("plain"))
 
 
 def by_the_kernel(library: plain.Library, calls: list[int]) -> Callable[..., mx.array]:
-    def attend(self: Any, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any, bits: int, group: int) -> mx.array:
+    def attend(self: Any, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any, layout: Layout, otherwise: Any) -> mx.array:
         assert mask is None and sinks is None and queries.shape[2] == 1
-        calls.append(bits)
+        calls.append(layout.key_bits)
         kv_heads = keys[0].shape[1]
-        shape = plain.Shape(bits, group, queries.shape[3], each=queries.shape[1] // kv_heads, kv_heads=kv_heads)
+        shape = plain.Shape(layout, queries.shape[3], each=queries.shape[1] // kv_heads, kv_heads=kv_heads, scale=scale)
         held = [tuple(mx.contiguous(part) for part in side) for side in (keys, values)]
-        return mx.array(library.decode(shape, mx.contiguous(queries), *held, keys[0].shape[2], scale, None, 3))
+        return mx.array(library.decode(shape, mx.contiguous(queries), *held, keys[0].shape[2], None, 3))
 
     return attend
 
