@@ -31,10 +31,7 @@ class Speculating:
         """Say at once whether this model's requests can speculate."""
         from mlx_lm.models.cache import make_prompt_cache
 
-        caches = make_prompt_cache(model)
-        self._refused = _refusal(caches)
-        if not self._refused and not all(hasattr(cache, "merge") for cache in caches):
-            self._refused = "its requests are served one at a time, which is without speculation"
+        self._refused = _refusal(make_prompt_cache(model))
         if self._refused:
             logger.warning("speculation %s is not for this model: %s", self._source.name, self._refused)
 
@@ -76,6 +73,9 @@ class _Request:
         self._calls, self._drafted, self._accepted = self._calls + 1, self._drafted + len(drafts), self._accepted + accepted
         self._drafter.verified(len(drafts), accepted)
         return True
+
+    def rewind(self, row: SpeculativeRow, count: int) -> None:
+        self._executor.rewind(row, count)
 
     def usage(self) -> dict[str, int]:
         return {"drafted_tokens": self._drafted, "accepted_tokens": self._accepted, "target_calls": self._calls}

@@ -18,7 +18,7 @@ class Rollback:
     """
 
     def __init__(self, caches: Sequence[Any], size: int):
-        self._size = size
+        self._left = size
         held = [(cache, kind_of(cache)) for cache in singles(caches)]
         self.replays = not all(kind.unwinds(cache, whole=False) for cache, kind in held)
         for cache, kind in held:
@@ -27,17 +27,20 @@ class Rollback:
         self._held = [(cache, kind, None if kind.unwinds(cache, whole=self.replays) else kind.lend(cache)) for cache, kind in held]
 
     def keep(self, count: int) -> bool:
-        """Keep the chunk's first `count` tokens, at least one. True when the caches are as before the chunk, and those tokens to be forwarded again."""
-        if count == self._size:
+        """Keep the chunk's first `count` tokens, at least one. True when the caches are as before the chunk, and those tokens to be forwarded again.
+
+        May be called again to keep fewer, while nothing else was forwarded.
+        """
+        if count == self._left:
             return False
-        taken = self._size if self.replays else self._size - count
+        taken, self._left = (self._left if self.replays else self._left - count), count
         for cache, kind, before in self._held:
             if before is None:
                 kind.unwind(cache, taken)
             else:
                 # mlx-lm hands the objects around.
                 vars(cache).clear()
-                vars(cache).update(vars(before))
+                vars(cache).update(vars(kind.lend(before)))
         return self.replays
 
 

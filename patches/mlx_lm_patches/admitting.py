@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ def admit_one(runtime: Runtime, fetch: Fetch | None, call: dict[str, Any]) -> Ma
     return mailbox
 
 
-def watch_one(runtime: Runtime, fetch: Fetch | None, call: dict[str, Any], steps: Iterator[Any]) -> Iterator[Any]:
+def watch_one(runtime: Runtime, fetch: Fetch | None, call: dict[str, Any], steps: Generator[Any, None, None]) -> Iterator[Any]:
     """The same generation, which ends with Refused when decoding must not go on; what it computed is put."""
     prompt = fetch.count if fetch is not None else len(call["prompt"])
     bound = call.get("max_tokens", -1)
@@ -52,6 +52,8 @@ def watch_one(runtime: Runtime, fetch: Fetch | None, call: dict[str, Any], steps
         row = Row(prompt + len(emitted), max(0, bound - len(emitted)) if bound >= 0 else -1)
         refused = _stopping(runtime, [row])
         if refused is not None:
+            # Then the caches hold what was handed out, and no more.
+            steps.close()
             # A draft model's caches are in the middle of a guess.
             if fetch is not None and call.get("draft_model") is None:
                 _keep(runtime, fetch, [*fetch.tokens[: fetch.count], *emitted], call["prompt_cache"])

@@ -35,7 +35,7 @@ class Progress:
         self._runtime = runtime
         self._prefixes = prefixes
         self._source = source
-        self._tokens = tokens
+        self.tokens = tokens
         self._caches = caches
         self._total = total
         self._inner = inner
@@ -51,7 +51,7 @@ class Progress:
             return
         last, self._last = self._last, processed
         if 0 <= last < processed < self._total and self._runtime.active:
-            start = len(self._tokens) - self._total + last
+            start = len(self.tokens) - self._total + last
             self._runtime.prefilled(self._source, start, processed - last, time.perf_counter() - self._since)
         self._follow(processed)
         self._since = time.perf_counter()
@@ -72,10 +72,10 @@ class Progress:
 
     def _leave(self, processed: int) -> None:
         """Nobody waits any more: store what is done, and end the generation. Raises Cancelled."""
-        held = len(self._tokens) - self._total + processed
+        held = len(self.tokens) - self._total + processed
         if processed > 0:
             try:
-                self._prefixes.put(self._source, self._tokens[:held], self._caches, role="user")
+                self._prefixes.put(self._source, self.tokens[:held], self._caches, role="user")
             except Exception as error:
                 self._runtime.fault("keeping a cancelled prefill", error)
         raise Cancelled
@@ -83,9 +83,9 @@ class Progress:
     def keep(self, processed: int) -> None:
         """Keep the caches, which hold `processed` of the total, as the prompt's boundary."""
         self._kept = True
-        held = len(self._tokens) - self._total + processed
+        held = len(self.tokens) - self._total + processed
         try:
-            self._prefixes.snapshot(self._source, self._tokens[:held], self._caches, role="user")
+            self._prefixes.snapshot(self._source, self.tokens[:held], self._caches, role="user")
         except Exception as error:
             self._runtime.fault("keeping a prompt boundary", error)
 

@@ -22,7 +22,7 @@ def stream(following: Following, runtime: Runtime, original: Callable[..., Any],
     """What `original(**kwargs)` yields, kept every so many tokens; after what was emitted before an interruption, if there was one."""
     completed = False
     stops = matcher(kwargs["tokenizer"], following.args.stop_words)
-    sampler = kwargs["sampler"] = _Remembers(kwargs["sampler"])
+    sampler = kwargs["sampler"] = Remembers(kwargs["sampler"])
     emitted = list(following.replay)
     state, following.state = following.state, None
     try:
@@ -47,7 +47,7 @@ def stream(following: Following, runtime: Runtime, original: Callable[..., Any],
         following.end(completed)
 
 
-class _Remembers:
+class Remembers:
     """A sampler that knows what it sampled last: the token that is forwarded while the one before is emitted."""
 
     def __init__(self, sampler: Callable[[Any], Any]):
@@ -59,7 +59,7 @@ class _Remembers:
         return self.last
 
 
-def _save(following: Following, emitted: Sequence[int], sampler: _Remembers, kwargs: dict[str, Any]) -> None:
+def _save(following: Following, emitted: Sequence[int], sampler: Remembers, kwargs: dict[str, Any]) -> None:
     import mlx.core as mx
 
     pending = int(sampler.last.item())

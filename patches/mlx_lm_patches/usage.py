@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlx_lm_hooks.types import Speculator
+
 from .isolation import Row
 from .runtime import Runtime
 
@@ -16,10 +18,16 @@ USAGE = "_mlx_lm_patches_speculation"
 def note(runtime: Runtime, batch: Any, row: Row) -> None:
     """A row has ended, and its last response was not handed out yet."""
     speculator = vars(batch).get(SPECULATORS, {}).get(row.uid)
-    if speculator is None or row.mailbox.context is None:
+    if speculator is not None:
+        tell(runtime, row.mailbox.context, speculator)
+
+
+def tell(runtime: Runtime, context: Any, speculator: Speculator) -> None:
+    """Have a request's answer say what its speculator did."""
+    if context is None:
         return
     try:
-        setattr(row.mailbox.context, USAGE, dict(speculator.usage()))
+        setattr(context, USAGE, dict(speculator.usage()))
     except Exception as error:
         runtime.fault("asking what speculation did", error)
 

@@ -8,8 +8,10 @@ import pytest
 from mlx_lm import load
 from witness import Witness
 
-from mlx_lm_hooks import Invocation
+from mlx_lm_hooks import Invocation, Refused
+from mlx_lm_patches import admitting
 from mlx_lm_patches.host import host
+from mlx_lm_patches.runtime import Fetch, Runtime
 from support.models import TINY
 
 PROMPTS = [list(range(20, 40)), list(range(30, 70))]
@@ -83,3 +85,23 @@ def test_a_fault_leaves_the_row_to_upstream(notes, caplog):
     notes.fails = "begin"
     assert answers(model, PROMPTS[:1], 8) == expected
     assert len(notes.begun) == 2 and caplog.text.count("plugin fault in beginning to speculate") == 1
+
+
+def test_what_an_ended_request_leaves_is_kept_after_its_generation_was_closed(monkeypatch):
+    """Until then its caches may hold tokens that were not handed out."""
+    order = []
+
+    def steps():
+        try:
+            while True:
+                yield argparse.Namespace(token=1)
+        finally:
+            order.append("closed")
+
+    monkeypatch.setattr(admitting, "_stopping", lambda runtime, rows: Refused(503, "no memory"))
+    monkeypatch.setattr(admitting, "_keep", lambda runtime, fetch, tokens, caches: order.append(tokens))
+    runtime = Runtime(Witness().plugins(), Invocation("server", argparse.Namespace()))
+    fetch = Fetch(None, None, [5, 6], 2, 0)
+    with pytest.raises(Refused):
+        list(admitting.watch_one(runtime, fetch, {"prompt": [5, 6], "prompt_cache": [], "max_tokens": 9}, steps()))
+    assert order == ["closed", [5, 6, 1]]

@@ -11,7 +11,10 @@ from support.server import tiered
 
 TEXT = document(700)
 PROMPT = TEXT + TEXT[:200]  # so that what follows was there before
-STOPS = (1, 2, 5, 6, 7, 16)
+STOPS = (1, 6, 7)
+
+
+PATHS = {"batch": {}, "single": {"seed": 7, "temperature": 0.1}}  # a seed has mlx-lm serve a request outside its batch
 
 
 def ask(server, prompt: str, count: int, **options):
@@ -20,27 +23,25 @@ def ask(server, prompt: str, count: int, **options):
     return answer.text, answer.tokens, answer.completion_tokens, answer.finish_reason
 
 
-def turns(server) -> list:
-    """For each place to stop at an answer and the next turn's."""
-    firsts = [ask(server, f"{count} {PROMPT}", count) for count in STOPS]
-    return firsts + [ask(server, f"{count} {PROMPT}{first[0]} and so", 8) for count, first in zip(STOPS, firsts, strict=True)]
+def turns(server, options: dict) -> list:
+    """For each place to stop at an answer and the next turn's; one that is streamed, and one with a stop word."""
+    firsts = [ask(server, f"{count} {PROMPT}", count, **options) for count in STOPS]
+    seconds = [ask(server, f"{count} {PROMPT}{first[0]} and so", 8, **options) for count, first in zip(STOPS, firsts, strict=True)]
+    return [*firsts, *seconds, ask(server, PROMPT, 40, stream=True, **options), ask(server, PROMPT, 40, stop=["\n"], **options)]
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "lfm2"])
-def test_turns_from_ram_and_disk_are_those_of_plain_decoding(family, cache_dir, tmp_path):
-    model, speculating = TINY[family], ("--speculation", "ngram", "--num-draft-tokens", "4")
+@pytest.mark.parametrize(("family", "path"), [("gemma4_text", "batch"), ("lfm2", "single")])  # the rest in tests/speculation
+def test_turns_from_ram_and_disk_are_those_of_plain_decoding(family, path, cache_dir, tmp_path):
+    model, speculating, options = TINY[family], ("--speculation", "ngram", "--num-draft-tokens", "4"), PATHS[path]
     with tiered(model, None, "--prompt-cache-bytes", "0", log=tmp_path / "plain.log") as server:
-        expected = turns(server)
-        streamed = ask(server, PROMPT, 40, stream=True)
-        stopped = ask(server, PROMPT, 40, stop=["\n"])
+        expected = turns(server, options)
+        assert "speculation" not in server.complete(PROMPT, max_tokens=4).usage
     with tiered(model, cache_dir, *speculating, log=tmp_path / "first.log") as server:
-        assert turns(server) == expected
-        assert ask(server, PROMPT, 40, stream=True) == streamed
-        assert ask(server, PROMPT, 40, stop=["\n"]) == stopped and stopped[3] == "stop"
+        assert turns(server, options) == expected and "stop" in {answer[3] for answer in expected}
         warm = server.stats()
         assert server.terminate() == 0
     with tiered(model, cache_dir, *speculating, log=tmp_path / "second.log") as server:
-        assert turns(server) == expected
+        assert turns(server, options) == expected
         restored = server.stats()
     assert warm["hits_by_tier"]["ram"] >= len(STOPS) and restored["hits_by_tier"]["ssd"] >= len(STOPS)
     for stats in (warm, restored):
@@ -53,15 +54,12 @@ def test_turns_from_ram_and_disk_are_those_of_plain_decoding(family, cache_dir, 
 
 def test_an_answers_usage_says_what_was_drafted_for_it(tiny_gemma4, tmp_path):
     with tiered(tiny_gemma4, None, "--speculation", "ngram", log=tmp_path / "log") as server:
-        answers = [server.complete(PROMPT, max_tokens=40, stream=stream) for stream in (True, False)]
-        sequential = server.complete(PROMPT, max_tokens=4, seed=1)
+        answers = [server.complete(PROMPT, max_tokens=40, stream=stream, **options) for options in PATHS.values() for stream in (True, False)]
         stats = server.stats()["speculation"]
-    first, second = (answer.usage["speculation"] for answer in answers)
-    assert first == second and 0 < first["accepted_tokens"] <= first["drafted_tokens"]
-    assert [2 * first[name] for name in ("accepted_tokens", "drafted_tokens", "target_calls")] == [stats[name] for name in ("accepted", "drafted", "target_calls")]
-    assert "speculation" not in sequential.usage
-    with tiered(tiny_gemma4, None, log=tmp_path / "log") as server:
-        assert "speculation" not in server.complete(PROMPT, max_tokens=4).usage
+    told = [answer.usage["speculation"] for answer in answers]
+    assert told[0] == told[1] and told[2] == told[3] and 0 < told[0]["accepted_tokens"] <= told[0]["drafted_tokens"]
+    for name, counted in (("accepted_tokens", "accepted"), ("drafted_tokens", "drafted"), ("target_calls", "target_calls")):
+        assert sum(one[name] for one in told) == stats[counted]
 
 
 def test_requests_at_once_answer_as_each_alone(tiny_gemma4, tmp_path):

@@ -13,13 +13,14 @@ from .. import places
 from ..progress import Progress
 from ..runtime import Runtime
 from ..seam import Seam
+from ..sequence import speculating
 from .delayed import exact_start
 from .loads import scheme_of, source_of
 
 
 def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     parameters = inspect.signature(original)
-    original = exact_start(original, parameters, runtime)
+    original = exact_start(speculating(original, parameters, runtime), parameters, runtime)
     announced: set[ModelSource] = set()
 
     def find(call: inspect.BoundArguments) -> tuple[PrefixCache, ModelSource] | None:

@@ -80,6 +80,13 @@ SEAMS = [
     ),
     Seam(
         feature="speculation",
+        **places.GENERATE_STEP,
+        kind="check",
+        why="samples, counts and looks at its history as `sequence` does",
+        until=UNTIL,
+    ),
+    Seam(
+        feature="speculation",
         **places.SERVER_LOOP,
         kind="check",
         why="answers each of a step's responses in order, several of one row too",
