@@ -57,7 +57,10 @@ def speculation(tokens: int, drafter: Callable[[], Any] | None = None, **setting
 
 @contextmanager
 def plain(**settings: Any):
-    """The plugin on without speculation."""
+    """Without speculation: the plugin on with these settings, or mlx-lm as it is."""
+    if not settings:
+        yield
+        return
     enable("tiered", **{"prompt_cache_bytes": 0, **settings})
     try:
         yield
