@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import base, llama
 
 from mlx_lm_tiered.kernels.choice import Kernels
-from mlx_lm_tiered.schemes.attention import build
+from mlx_lm_tiered.schemes.attention import build, caches_use
 from mlx_lm_tiered.schemes.spec import parse
 
 from .kernels import DIM, HEADS, KV_HEADS, SCHEMES, filled
@@ -32,6 +32,7 @@ def run(contexts: Sequence[int] = (16384, 65536), schemes: Sequence[str] = SCHEM
     kernels = Kernels("auto", warnings.append)
     upstream = base.quantized_scaled_dot_product_attention
     base.quantized_scaled_dot_product_attention = build(upstream, kernels)
+    caches_use(kernels)
     try:
         rows = []
         for tokens in contexts:
@@ -49,6 +50,7 @@ def run(contexts: Sequence[int] = (16384, 65536), schemes: Sequence[str] = SCHEM
         return {"rows": rows, "failed": kernels.failed, "warnings": warnings}
     finally:
         base.quantized_scaled_dot_product_attention = upstream
+        caches_use(Kernels("off"))
 
 
 def _ratio(times: dict[str, list[float]], name: str) -> float:

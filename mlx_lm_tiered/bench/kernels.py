@@ -33,7 +33,7 @@ from . import report
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
 CALLS, REPEATS = 32, 9
-BEYOND_CACHE = 256 << 20
+BEYOND_CACHE, PASS = 256 << 20, 2 << 30
 CONTEXTS, SCHEMES = (4096, 16384, 65536, 131072), ("bf16", "affine:8", "affine:4", "turbo")
 # Warps a block and resident blocks, each compiled; and splits.
 SHAPES = ((2, 8), (4, 3), (4, 4), (8, 2))
@@ -43,11 +43,6 @@ SPLITS = (16, 24, 33, 49, 66, 99, 128)
 def form_of(layout: Layout, dim: int = DIM, each: int = HEADS // KV_HEADS, queries: mx.Dtype = mx.bfloat16, scales: mx.Dtype = mx.bfloat16, masked: bool = False) -> Format:
     """What a model with such heads asks for."""
     return Format(layout, dim, each, queries, mx.float16 if layout.turbo else scales, dim**-0.5, masked)
-
-
-def layout_of(form: Form) -> Layout:
-    """Of a scheme's caches."""
-    return Layout.affine(form.bits, form.group_size) if isinstance(form, Affine) else Layout.turboquant(form.key_bits, form.value_bits)
 
 
 def forms() -> list[Format]:
@@ -80,8 +75,12 @@ def self_test() -> list[dict[str, Any]]:
 
 
 def run(contexts: Sequence[int] = CONTEXTS, schemes: Sequence[str] = SCHEMES) -> list[dict[str, Any]]:
-    """One row a context and scheme, `us` microseconds a step, `tb_s` the terabytes a second of KV that it reads; and mlx-lm's own way for affine ones."""
+    """One row a context and scheme, and one of mlx-lm's own way for affine ones.
+
+    `us` are microseconds a step, `tb_s` the terabytes a second of KV that it reads, `of_limit` that over what a pass of mlx's over memory reaches.
+    """
     rows = []
+    limit = memory_tb_s()
     for tokens in contexts:
         for scheme in schemes:
             form = parse(scheme).form
@@ -89,7 +88,7 @@ def run(contexts: Sequence[int] = CONTEXTS, schemes: Sequence[str] = SCHEMES) ->
             if form is None:
                 rows.append(_row(tokens, scheme, pairs, lambda q, pair: mx.fast.scaled_dot_product_attention(q, *pair, scale=SCALE)))
                 continue
-            rows.append(_row(tokens, scheme, pairs, _kernel(layout_of(form), None)))
+            rows.append(_row(tokens, scheme, pairs, _kernel(form.layout, None)))
             if isinstance(form, Affine):
                 full = [tuple(tuple(mx.contiguous(part) for part in side) for side in pair) for pair in pairs[:1]]
                 mx.eval(full)
@@ -97,7 +96,21 @@ def run(contexts: Sequence[int] = CONTEXTS, schemes: Sequence[str] = SCHEMES) ->
                     q + 0, *pair, scale=SCALE, mask=None, group_size=form.group_size, bits=form.bits
                 )
                 rows.append(_row(tokens, f"mlx-lm {scheme}, full cache", full, theirs))
+    for row in rows:
+        row["of_limit"] = row["tb_s"] and row["tb_s"] / limit
     return rows
+
+
+def memory_tb_s() -> float:
+    """Terabytes a second that mlx reads and writes when it adds a number to PASS bytes."""
+    array = mx.zeros((PASS // 2,), mx.float16)
+    mx.eval(array)
+    times = []
+    for _ in range(2 + REPEATS):
+        started = time.perf_counter()
+        mx.eval(array + 1)
+        times.append(time.perf_counter() - started)
+    return 2 * PASS / median(times[2:]) / 1e12
 
 
 def sweep(contexts: Sequence[int] = CONTEXTS, schemes: Sequence[str] = SCHEMES[1:]) -> list[dict[str, Any]]:
@@ -107,7 +120,7 @@ def sweep(contexts: Sequence[int] = CONTEXTS, schemes: Sequence[str] = SCHEMES[1
         for scheme in schemes:
             form = parse(scheme).form
             assert form is not None
-            pairs, layout = _caches(tokens, form), layout_of(form)
+            pairs, layout = _caches(tokens, form), form.layout
             found, failed = [], set()
             for warps, resident in SHAPES:
                 for splits in SPLITS:
@@ -147,7 +160,7 @@ def measure(attend: Callable[[mx.array, Any], mx.array], pairs: Sequence[Any], r
 
 def _kernel(layout: Layout, tuning: Tuning | None) -> Callable[[mx.array, Any], mx.array]:
     step = Step(1, KV_HEADS, form_of(layout))
-    return lambda q, pair: step(q, *pair, None, tuning)
+    return lambda q, pair: step(q, *pair, pair[0][0].shape[2], None, tuning)
 
 
 def _row(tokens: int, name: str, pairs: Sequence[Any], attend: Callable[[mx.array, Any], mx.array]) -> dict[str, Any]:

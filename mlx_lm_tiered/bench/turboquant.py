@@ -11,6 +11,9 @@ of a cache take that is exactly full; ``tokens`` how many fit into the bytes of
 their ratio. ``cosine`` and ``rel_l2`` compare the attention of `QUERIES` queries over
 `KEYS` tokens with that in fp32 over the same numbers: on independent values nothing
 averages out, and a text's attention is nearer.
+
+With a decode kernel ``attention`` has rows of the attention of one step
+(`bench/kernels.py`).
 """
 
 from __future__ import annotations
@@ -24,15 +27,18 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
+from mlx_lm_tiered.kernels.choice import available
 from mlx_lm_tiered.progress import Progress
 from mlx_lm_tiered.schemes.convert import fresh, leaves
 from mlx_lm_tiered.schemes.spec import PLAIN, Spec
 
+from . import kernels
 from .in_process import loaded, named, planned, scheme
 from .quality import Quality
 
 SCHEMES = ("bf16", "affine:8", "affine:4", "turbo:k8v8", "turbo:k8v4", "turbo:k8v3", "turbo:k8v2", "turbo:k5v3", "turbo:k4v3")
 DIM, KEYS, QUERIES = 128, 4096, 64
+CONTEXTS = (16384, 65536, 131072)
 # Tokens by which mlx-lm's caches grow: one that holds a multiple has no room beside.
 STEP = 256
 
@@ -55,7 +61,10 @@ def run(model_path: Path, schemes: Sequence[str] = SCHEMES, text_tokens: int = 5
             found, caches = quality.of(spec)
             row = {"scheme": name, **found, **capacity(spec, plain.nbytes, context), **attention_error(spec)}
             rows.append(row | {"model_bytes_per_token_per_head": bytes_per_token_per_head(caches)})
-    return {"bench": "turboquant", "model": model_path.name, "text_tokens": len(quality.text), "head_dim": DIM, "context": context, "rows": rows}
+    result = {"bench": "turboquant", "model": model_path.name, "text_tokens": len(quality.text), "head_dim": DIM, "context": context, "rows": rows}
+    if available():
+        result["attention"] = kernels.run(CONTEXTS, [name for name, _ in asked])
+    return result
 
 
 def bytes_per_token_per_head(caches: Sequence[Any]) -> float:

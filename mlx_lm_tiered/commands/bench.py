@@ -242,8 +242,9 @@ def run_rows(
         code = run_measurement(args, measured, faults)
     except ValueError as error:
         return say(str(error), 2)
-    if result:
-        print(report.table(result["rows"]))
+    for rows in ("rows", "attention"):
+        if rows in result:
+            print(report.table(result[rows]))
     return code
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from . import encode
 from .check import faster, passes
 from .decode import Format, Step, dialect, may_serve, supports
 from .layout import Layout
@@ -41,20 +42,24 @@ class Kernels:
         self._fault = fault
         self._right: dict[Format, bool] = {}
         self._steps: dict[Any, Step | None] = {}
+        self._encodes: dict[encode.Form, bool] = {}
         self.failed = self.slower = 0
 
     def attend(
-        self, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any, layout: Layout, otherwise: Callable[[mx.array, Any, Any, float], mx.array]
+        self, queries: mx.array, keys: Any, values: Any, slots: int, scale: float, mask: Any, sinks: Any, layout: Layout, otherwise: Callable[[mx.array, Any, Any, float], mx.array]
     ) -> mx.array | None:
-        """The attention of a step; None where it is to be computed otherwise. `otherwise` says how that is, without a mask: on Metal it is timed."""
+        """The attention of a step over the first `slots` tokens of buffers; None where it is to be computed otherwise.
+
+        `otherwise` says how that is, without a mask: on Metal it is timed.
+        """
         if self.state != "on":
             return None
-        kv_heads, slots = keys[0].shape[1:3]
+        kv_heads = keys[0].shape[1]
         shape, masked = queries.shape, isinstance(mask, mx.array)
         one = (shape, queries.dtype, kv_heads, keys[1].dtype, values[0].shape[3], values[1].dtype, layout, scale, masked, sinks is None)
         step = self._steps.get(one, _UNKNOWN)
         if step is _UNKNOWN:
-            if not supports(queries, keys, values, layout, mask, sinks):
+            if not supports(queries, keys, values, slots, layout, mask, sinks):
                 # As these are now; they may be too short, or under another mask.
                 return None
             form = Format(layout, shape[3], shape[1] // kv_heads, queries.dtype, keys[1].dtype, scale, masked)
@@ -63,18 +68,42 @@ class Kernels:
             step = self._steps[one] = Step(shape[0], kv_heads, form) if self._right[form] else None
         if step is None or not may_serve(shape[0], kv_heads, slots, shape[3], mask):
             return None
-        return step(queries, keys, values, mask)
+        return step(queries, keys, values, slots, mask)
 
     def _test(self, form: Format, otherwise: Callable[[mx.array, Any, Any, float], mx.array]) -> bool:
+        # Nobody has timed the kernels on Metal, where mlx's own way is a good one.
+        pays = dialect() != "metal"
+
+        def right() -> bool:
+            nonlocal pays
+            passed = passes(form)
+            pays = pays or (passed and faster(form, otherwise))
+            return passed
+
+        found = self._found(f"decode kernel for {form.layout} in heads of {form.dim}", right)
+        self.slower += found and not pays
+        return found and pays
+
+    def encode(self, keys: mx.array, values: mx.array, key_bits: int, value_bits: int) -> list[mx.array] | None:
+        """TurboQuant's packed keys, their scales, packed values and theirs; None where mlx's own operations are to make them."""
+        if self.state != "on":
+            return None
+        form = encode.Form(key_bits, value_bits, keys.shape[3], keys.shape[1], keys.dtype)
+        right = self._encodes.get(form)
+        if right is None:
+            if not encode.supports(form, keys, values):
+                return None
+            right = self._encodes[form] = self._found(f"encoding kernel for turbo:k{key_bits}v{value_bits} in heads of {form.dim}", lambda: encode.right(form))
+        return encode.encode(form, keys, values) if right and encode.supports(form, keys, values) else None
+
+    def _found(self, what: str, right: Callable[[], bool]) -> bool:
+        """Whether a self-test passes; if not, the fault is told."""
         try:
-            if passes(form):
-                # Nobody has timed the kernels on Metal, where mlx's own way is a good one.
-                right = dialect() != "metal" or faster(form, otherwise)
-                self.slower += not right
-                return right
+            if right():
+                return True
             reason = "its self-test gave other numbers"
         except Exception as error:  # A compiler and a driver fail in their own ways; all mean that mlx computes this.
             reason = str(error) or repr(error)
         self.failed += 1
-        self._fault(f"the decode kernel for {form.layout} in heads of {form.dim} is off: {reason}")
+        self._fault(f"the {what} is off: {reason}")
         return False

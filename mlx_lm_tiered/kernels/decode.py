@@ -1,8 +1,8 @@
 """Decode attention by the kernel of `source.py`, over the very arrays that a quantized cache hands out.
 
-They are views of the cache's buffers, and the kernel takes their strides, so nothing is
-sliced out or copied, and their length is an argument, so nothing is compiled anew from
-one token to the next.
+The kernel takes the arrays' strides, so nothing is made contiguous; and how many tokens
+they hold is an argument, so nothing is sliced out, or compiled anew from one token to
+the next.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Format(NamedTuple):
     masked: bool = False
 
 
-def supports(queries: mx.array, keys: Any, values: Any, layout: Layout, mask: Any, sinks: Any) -> bool:
+def supports(queries: mx.array, keys: Any, values: Any, slots: int, layout: Layout, mask: Any, sinks: Any) -> bool:
     """Whether the kernel computes this: one query a row, keys and values of one head dimension, a boolean mask over tokens or none."""
     rows, heads, length, dim = queries.shape
-    kv_heads, slots = keys[0].shape[1:3]
+    kv_heads = keys[0].shape[1]
     if length != 1 or sinks is not None or not layout.known or not layout.fits(keys, values, dim):
         return False
     if dim > LARGEST_DIM or (dim > CHUNK and dim % CHUNK) or heads % kv_heads:
@@ -85,8 +85,7 @@ def _per_token(mask: mx.array, rows: int, slots: int) -> mx.array | None:
 
 
 @cache
-def _no_mask() -> mx.array:
-    """One that is not read."""
+def _nothing_hidden() -> mx.array:
     made = mx.ones((1, 1, 1, 1), mx.bool_)
     mx.eval(made)
     return made
@@ -176,10 +175,9 @@ class Step:
         self._language = dialect()
         self._calls: dict[Tuning, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {}
 
-    def __call__(self, queries: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], mask: Any, tuning: Tuning | None = None) -> mx.array:
-        """Attention (rows, heads, 1, dim) of `queries` of that shape."""
+    def __call__(self, queries: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], slots: int, mask: Any, tuning: Tuning | None = None) -> mx.array:
+        """Attention (rows, heads, 1, dim) of `queries` of that shape over the first `slots` tokens."""
         form = self._form
-        slots = keys[0].shape[2]
         if tuning is None:
             tuning = choose(slots, self._units, form.layout.value_bits, form.dim, form.each, self._language)
         call = self._calls.get(tuning)
@@ -188,8 +186,9 @@ class Step:
             parts, merge = kernels(self._language, found, form.layout.turbo)
             call = self._calls[tuning] = (parts, found.parts, merge, found.merge)
         first, first_options, second, second_options = call
-        hidden = _per_token(mask, self._rows, slots) if form.masked else _no_mask()
-        found = first(inputs=[queries, *form.layout.inputs(keys, values), hidden], **first_options)
+        # The mask's length says how many tokens there are, also where it is not read.
+        seen = _per_token(mask, self._rows, slots) if form.masked else mx.broadcast_to(_nothing_hidden(), (1, 1, 1, slots))
+        found = first(inputs=[queries, *form.layout.inputs(keys, values), seen], **first_options)
         return second(inputs=[*found, *self._back], **second_options)[0]
 
 
@@ -203,4 +202,4 @@ def decode(queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, l
     rows, heads, _, dim = queries.shape
     kv_heads = keys[0].shape[1]
     form = Format(layout, dim, heads // kv_heads, queries.dtype, keys[1].dtype, scale, isinstance(mask, mx.array))
-    return _step(rows, kv_heads, form)(queries, keys, values, mask, tuning)
+    return _step(rows, kv_heads, form)(queries, keys, values, keys[0].shape[2], mask, tuning)

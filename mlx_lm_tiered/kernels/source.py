@@ -76,12 +76,12 @@ TYPES = {
 
 def constants(dialect: str, named: Iterable[tuple[str, int | mx.Dtype]], types: Mapping[mx.Dtype, str] | None = None) -> str:
     """Of a kernel, at the head of its body. mlx has template arguments for this, which it would look at in each call."""
-    types = types or TYPES[dialect]
+    types = types or TYPES.get(dialect, {})
     return "".join(f"using {name} = {types[value]};\n" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};\n" for name, value in named)
 
 
 @cache
 def digest(dialect: str, *texts: str) -> str:
     """Of a kernel's texts and of the files that they include."""
-    names = (f"{dialect}.inc", "common.inc", "decode.body", "merge.body", "written.body", "unrotated.body")
+    names = (f"{dialect}.inc", "common.inc", "decode.body", "merge.body", "written.body", "unrotated.body", "encode.body")
     return hashlib.sha256("\0".join([*texts, *map(text, names)]).encode()).hexdigest()[:16]

@@ -17,13 +17,21 @@ from ..kernels.choice import Kernels, on_cuda
 from ..kernels.layout import Layout
 from . import turbo_attention
 from .caches import Triple
+from .held import Held
+from .lockstep import Single
 from .mixed import Rows
 from .softmax import masked, running
-from .turbo import Pair
+from .turbo import Pair, TurboQuant
 
 # Queries up to which it takes mlx-lm's way: decoding, and checking a draft. With more, a quantized
 # product of matrices is slower than dequantizing a tile and multiplying that (on a CPU, four times).
 FEW = 8
+
+
+def caches_use(kernels: Kernels) -> None:
+    """Have caches write and hand out their tokens in the ways of these kernels, where they are on."""
+    Single.lean = kernels.state == "on"
+    TurboQuant.encoder = kernels.encode if Single.lean else None
 
 
 def build(upstream: Callable[..., mx.array], kernels: Kernels | None = None) -> Callable[..., mx.array]:
@@ -38,12 +46,18 @@ def build(upstream: Callable[..., mx.array], kernels: Kernels | None = None) -> 
     ) -> mx.array:
         if isinstance(q_keys, Rows):
             return q_keys.attend(attend, queries, scale, mask, sinks)
-        layout = Layout.turboquant(q_keys.bits, q_values.bits) if isinstance(q_keys, Pair) else Layout.affine(bits, group_size)
+        if isinstance(q_keys, Held):
+            layout, slots, buffers = q_keys.layout, q_keys.slots, (q_keys.buffers, q_values.buffers)
+        else:
+            layout = Layout.turboquant(q_keys.bits, q_values.bits) if isinstance(q_keys, Pair) else Layout.affine(bits, group_size)
+            slots, buffers = q_keys[0].shape[2], (q_keys, q_values)
         otherwise = without_kernel(layout)
         if kernels is not None:
-            done = kernels.attend(queries, q_keys, q_values, scale, mask, sinks, layout, otherwise)
+            done = kernels.attend(queries, *buffers, slots, scale, mask, sinks, layout, otherwise)
             if done is not None:
                 return done
+        if isinstance(q_keys, Held):
+            q_keys, q_values = q_keys.cut(), q_values.cut()
         return otherwise(queries, q_keys, q_values, scale, mask, sinks)
 
     return attend

@@ -6,7 +6,7 @@ widths for 5 and 6 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
@@ -44,9 +44,10 @@ class Quantized(Lockstep):
         sides = (mx.quantize(side, group_size=form.group_size, bits=form.bits) for side in (keys, values))
         return list(zip(*sides, strict=True))
 
-    def fetched(self, arrays: list[tuple[mx.array, mx.array]]) -> tuple[Triple, Triple]:
-        keys, values = zip(*arrays, strict=True)
-        return Triple.of(keys, self.bits, self.group_size), Triple.of(values, self.bits, self.group_size)
+    def keys_of(self, arrays: Sequence[mx.array]) -> Triple:
+        return Triple.of(arrays, self.bits, self.group_size)
+
+    values_of = keys_of
 
     def shapes(self) -> list[tuple[int, int, mx.Dtype]]:
         assert self.keys is not None and self.values is not None

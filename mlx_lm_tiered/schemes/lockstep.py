@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 
 import mlx.core as mx
-from mlx_lm.models.cache import _BaseCache
+from mlx_lm.models.cache import KVCache, _BaseCache
 
+from .held import Held
 from .spec import Form
 
 
@@ -61,9 +62,18 @@ class Lockstep(_BaseCache):
         """New arrays of keys and values (rows, heads, tokens, width) for each of `names`."""
         raise NotImplementedError
 
+    def keys_of(self, arrays: Sequence[mx.array]) -> Any:
+        """Keys for attention, of an array of each part."""
+        raise NotImplementedError
+
+    def values_of(self, arrays: Sequence[mx.array]) -> Any:
+        """Values for attention, of an array of each part."""
+        raise NotImplementedError
+
     def fetched(self, arrays: list[tuple[mx.array, mx.array]]) -> tuple[Any, Any]:
         """Keys and values for attention, of the arrays of all parts."""
-        raise NotImplementedError
+        keys, values = zip(*arrays, strict=True)
+        return self.keys_of(keys), self.values_of(values)
 
     def shapes(self) -> list[tuple[int, int, mx.Dtype]]:
         """Heads, dimension and type of keys and values before they were encoded."""
@@ -140,8 +150,28 @@ class Single(Lockstep):
     """One sequence's. `minimum_reusable_offset`: the token at which it was converted; earlier ones attended to full precision."""
 
     batch: ClassVar[type[Batch]]
+    # Whether kernels read the buffers of caches that hold every token.
+    lean: ClassVar[bool] = False
     minimum_reusable_offset: int
     _converted = _attribute("minimum_reusable_offset")
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Encode and append; keys and values of all held tokens."""
+        if not Single.lean or self.inner is not KVCache:
+            return super().update_and_fetch(keys, values)
+        start = self.parts[0].offset
+        end = start + keys.shape[2]
+        if any(part.keys is None or end > part.keys.shape[2] for part in self.parts):
+            # They grow.
+            return super().update_and_fetch(keys, values)
+        for part, (k, v) in zip(self.parts, self.encode(self.form, keys, values), strict=True):
+            part.keys[..., start:end, :] = k
+            part.values[..., start:end, :] = v
+            part.offset = end
+        layout = self.form.layout
+        return (
+            Held([part.keys for part in self.parts], end, layout, self.keys_of), Held([part.values for part in self.parts], end, layout, self.values_of)
+        )  # fmt: skip
 
     def _set(self, parts: tuple[Any, ...], form: Form) -> None:
         super()._set(parts, form)

@@ -32,6 +32,7 @@ class Scheme:
         self.start = spec.start
         self._statistics = statistics
         self._kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text))
+        attention.caches_use(self._kernels)
         self.conversions = 0
         self._read: dict[Path | None, dict[int, Affine] | Form | ValueError | None] = {}
         self.plans: dict[Path | None, Plan | None] = {}  # the latest of each model, by directory; None where the scheme is off

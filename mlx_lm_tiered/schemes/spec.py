@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
+from ..kernels.layout import Layout
 from ..turboquant.codebooks import GROUP, KEY_BITS, VALUE_BITS, VERSION, unfit
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -31,6 +33,11 @@ class Affine:
 
     def __str__(self) -> str:
         return f"{self.bits}:{self.group_size}"
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How kernels read it."""
+        return Layout.affine(self.bits, self.group_size)
 
     @property
     def key(self) -> str:
@@ -74,6 +81,11 @@ class Turbo:
     @property
     def group_size(self) -> int:
         return GROUP
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How kernels read it."""
+        return Layout.turboquant(self.key_bits, self.value_bits)
 
     @property
     def key(self) -> str:

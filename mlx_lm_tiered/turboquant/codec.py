@@ -164,11 +164,11 @@ def _sum(groups: mx.array) -> mx.array:
 
 def _nearest(normal: mx.array, bits: int) -> mx.array:
     """The places of the nearest centroids, by halving; a boundary itself belongs to the lower one."""
-    bounds = _bounds(bits)
+    edges = bounds(bits)
     place = mx.zeros(normal.shape, mx.uint32)
     step = 1 << (bits - 1)
     while step:
-        place = place + step * (normal > mx.take(bounds, place + (step - 1))).astype(mx.uint32)
+        place = place + step * (normal > mx.take(edges, place + (step - 1))).astype(mx.uint32)
         step //= 2
     return place
 
@@ -179,7 +179,8 @@ def _book(bits: int) -> mx.array:
 
 
 @cache
-def _bounds(bits: int) -> mx.array:
+def bounds(bits: int) -> mx.array:
+    """Between the centroids, rising."""
     book = codebooks.code_book(bits)
     return _ready([(a + b) / 2 for a, b in itertools.pairwise(book)])
 

@@ -79,7 +79,7 @@ def of(shape: Shape, slots: int = 16, splits: int = 8) -> tuple[Kernel, Kernel]:
     for bits, scales in ((layout.key_bits, 2), (layout.value_bits, 1)):
         packed = zeros(shape.dim * bits // 32, mx.uint32)
         sides.append([packed, zeros(groups * scales, shape.scales)] if layout.turbo else [packed, *[zeros(groups, shape.scales)] * 2])
-    mask = mx.zeros((rows, 1, 1, slots if shape.masked else 1), mx.bool_)
+    mask = mx.zeros((rows, 1, 1, slots), mx.bool_)
     inputs = [mx.zeros((rows, shape.each * shape.kv_heads, 1, shape.dim), shape.queries), *layout.inputs(*sides), mask]
     parts = [*(mx.zeros(size) for size in found.parts["output_shapes"]), *layout.back(shape.dim)]
     return written(first, found.parts, inputs, header), written(second, found.merge, parts, header)
@@ -106,32 +106,39 @@ def compiled(text: str, directory: Path, *more: str) -> subprocess.CompletedProc
     return subprocess.run([*command, *more, "-c", "metal.cpp", "-o", "metal.o"], check=False, cwd=directory, capture_output=True, text=True, env=environment)
 
 
+def linked(kernels: list[Kernel], directory: Path) -> Any:
+    """A library with all of them."""
+    done = compiled(unit(kernels), directory)
+    assert done.returncode == 0, done.stderr
+    made = subprocess.run(["c++", "-shared", "metal.o", "-o", "metal.so"], check=False, cwd=directory, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    library = ctypes.CDLL(str(directory / "metal.so"))
+    library.run.restype = ctypes.c_bool
+    return library
+
+
+def call(library: Any, kernel: Kernel, which: int, arrays: dict[str, np.ndarray], shapes: dict[str, Any], grid: tuple[int, int, int], threads: int) -> None:
+    """Run one of a library. `shapes` are those of the arrays as the kernel sees them, where they are not the arrays' own."""
+    given: list[np.ndarray] = []
+    for _, name in kernel.buffers:
+        array, _, what = name.partition("_")
+        if what == "shape":
+            given.append(np.array(shapes.get(array, arrays[array].shape), np.int32))
+        elif what == "strides":
+            given.append(np.array([s // arrays[array].itemsize for s in arrays[array].strides], np.int64))
+        else:
+            given.append(arrays[array])
+    pointers = (ctypes.c_void_p * len(given))(*(a.ctypes.data for a in given))
+    assert library.run(which, pointers, (ctypes.c_int * 3)(*grid), threads), "some threads wait for others that went another way"
+
+
 class Library:
     """The shapes' kernels, compiled into `directory`. As `plain.Library`."""
 
     def __init__(self, shapes: list[Shape], directory: Path):
         self._numbers = {shape: 2 * number for number, shape in enumerate(shapes)}
         self._kernels = [kernel for shape in shapes for kernel in of(shape)]
-        done = compiled(unit(self._kernels), directory)
-        assert done.returncode == 0, done.stderr
-        linked = subprocess.run(["c++", "-shared", "metal.o", "-o", "metal.so"], check=False, cwd=directory, capture_output=True, text=True)
-        assert linked.returncode == 0, linked.stderr
-        self._run = ctypes.CDLL(str(directory / "metal.so")).run
-        self._run.restype = ctypes.c_bool
-
-    def _call(self, which: int, arrays: dict[str, np.ndarray], shapes: dict[str, Any], grid: tuple[int, int, int], threads: int) -> None:
-        """`shapes` are those of the arrays as the kernel sees them, where they are not the arrays' own."""
-        given: list[np.ndarray] = []
-        for _, name in self._kernels[which].buffers:
-            array, _, what = name.partition("_")
-            if what == "shape":
-                given.append(np.array(shapes.get(array, arrays[array].shape), np.int32))
-            elif what == "strides":
-                given.append(np.array([s // arrays[array].itemsize for s in arrays[array].strides], np.int64))
-            else:
-                given.append(arrays[array])
-        pointers = (ctypes.c_void_p * len(given))(*(a.ctypes.data for a in given))
-        assert self._run(which, pointers, (ctypes.c_int * 3)(*grid), threads), "some threads wait for others that went another way"
+        self._library = linked(self._kernels, directory)
 
     def decode(self, shape: Shape, q: mx.array, keys: Any, values: Any, slots: int, mask: np.ndarray | None, splits: int) -> np.ndarray:
         """As `kernels.decode.decode`, over whole buffers of which `slots` are held; in fp32."""
@@ -143,11 +150,12 @@ class Library:
         given = [_view(a) for a in (q, *shape.layout.inputs(keys, values))] + [mask, *parts, out]
         arrays = dict(zip([*decode.INPUTS, "po", "pm", "pl", "out"], given, strict=True))
         arrays |= {"signs": _view(signs) for signs in shape.layout.back(shape.dim)}
-        seen = {"kp": (rows, shape.kv_heads, slots, keys[0].shape[3])}
+        seen = {"mask": (1, 1, 1, slots)}
         for which, one in enumerate((found.parts, found.merge)):
             threads = one["threadgroup"][0]
             width, *others = one["grid"]
-            self._call(self._numbers[shape] + which, arrays, {} if which else seen, (width // threads, *others), threads)
+            number = self._numbers[shape] + which
+            call(self._library, self._kernels[number], number, arrays, {} if which else seen, (width // threads, *others), threads)
         return (out.astype(np.uint32) << 16).view(np.float32) if out.dtype == np.uint16 else out.astype(np.float32)
 
 

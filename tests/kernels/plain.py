@@ -57,7 +57,7 @@ def constants(named: dict[str, Any]) -> str:
 def text(shapes: list[Shape]) -> str:
     """One translation unit with `parts_N` and `merge_N` for each shape."""
     out = ['#include "plain.inc"\n', source.text("common.inc"), "}\nusing namespace decode_attention;\n"]
-    out.append("static struct { const void* in[8]; const long* strides[8]; const int* kp_shape; float* parts[3]; const float* signs; void* out; } args;\n")
+    out.append("static struct { const void* in[8]; const long* strides[8]; const int* mask_shape; float* parts[3]; const float* signs; void* out; } args;\n")
     for number, s in enumerate(shapes):
         found = s.options("cuda", 1, 1)
         types = POINTERS | ({"vb": "u32"} if s.layout.turbo else {})
@@ -66,17 +66,17 @@ def text(shapes: list[Shape]) -> str:
             f"const auto* {name} = (const {types.get(name, 'S')}*)args.in[{i}]; [[maybe_unused]] const long* {name}_strides = args.strides[{i}];\n"
             for i, name in enumerate(INPUTS)
         ]
-        out.append("const int* kp_shape = args.kp_shape; float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
+        out.append("const int* mask_shape = args.mask_shape; float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
         out.append(f"{source.text('decode.body')}}}\nstatic void merge_body_{number}() {{\n{constants(found.merge_constants)}T* out = (T*)args.out;\n")
-        out.append("const int po_shape[] = {0, args.kp_shape[0]}; const float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2], *signs = args.signs;\n")
+        out.append("const int po_shape[] = {0, args.mask_shape[0]}; const float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2], *signs = args.signs;\n")
         out.append(f"{source.text('merge.body')}{source.text('unrotated.body' if s.layout.turbo else 'written.body')}}}\n")
-    out.append('extern "C" bool run(int which, int merge, const void** in, const long** strides, const int* kp_shape, float** parts, const float* signs, void* out,')
+    out.append('extern "C" bool run(int which, int merge, const void** in, const long** strides, const int* mask_shape, float** parts, const float* signs, void* out,')
     out.append(" const int* grid, int threads) {\nstatic void (*bodies[])() = {")
     out += [f"parts_body_{number}, merge_body_{number}, " for number in range(len(shapes))]
     out.append("""};
 for (int i = 0; i < 8; ++i) { args.in[i] = in[i]; args.strides[i] = strides[i]; }
 for (int i = 0; i < 3; ++i) args.parts[i] = parts[i];
-args.kp_shape = kp_shape; args.signs = signs; args.out = out;
+args.mask_shape = mask_shape; args.signs = signs; args.out = out;
 return fibers::run_grid(bodies[2 * which + merge], grid, threads);
 }
 """)
@@ -107,7 +107,7 @@ class Library:
         out = np.zeros(q.shape, np.uint16 if shape.queries == mx.bfloat16 else np.float16 if shape.queries == mx.float16 else np.float32)
 
         def call(merge: int, first: int, grid: tuple[int, ...], threads: int) -> None:
-            dims, (width, *others) = (ctypes.c_int * 3)(first, 0, slots), grid
+            dims, (width, *others) = (ctypes.c_int * 4)(first, 0, 0, slots), grid
             assert self._run(
                 self._numbers[shape], merge, (ctypes.c_void_p * 8)(*(a.ctypes.data for a in arrays)),
                 (ctypes.POINTER(ctypes.c_long) * 8)(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_long)) for s in strides)), dims,

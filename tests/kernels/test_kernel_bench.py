@@ -32,12 +32,12 @@ def test_a_self_test_that_cannot_run_has_not_passed(monkeypatch: pytest.MonkeyPa
 
 
 def test_steps_are_timed_by_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"CALLS": 2, "REPEATS": 1, "BEYOND_CACHE": 1}.items():
+    for name, value in {"CALLS": 2, "REPEATS": 1, "BEYOND_CACHE": 1, "PASS": 1 << 20}.items():
         monkeypatch.setattr(kernels, name, value)
     monkeypatch.setattr(kernels, "_kernel", lambda layout, tuning: lambda q, pair: q + 0)
     rows = kernels.run([64])
     assert [row["scheme"] for row in rows] == ["bf16", "affine:8", "mlx-lm affine:8, full cache", "affine:4", "mlx-lm affine:4, full cache", "turbo"]
-    assert all(row["us"] > row["build_us"] > 0 and not row["raised"] for row in rows)
+    assert all(row["us"] > row["build_us"] > 0 and row["of_limit"] > 0 and not row["raised"] for row in rows)
     sizes = {row["scheme"]: row["us"] * row["tb_s"] for row in rows}
     assert [sizes[name] / sizes["bf16"] for name in ("affine:4", "turbo")] == pytest.approx([0.28125, 0.390625])
 

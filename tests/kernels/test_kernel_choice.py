@@ -50,8 +50,9 @@ def serving(monkeypatch: pytest.MonkeyPatch, served: list[Layout], attend: Any =
         def __init__(self, rows: int, kv_heads: int, form: decode.Format):
             self.form = form
 
-        def __call__(self, q: mx.array, keys: Any, values: Any, mask: Any) -> mx.array:
+        def __call__(self, q: mx.array, keys: Any, values: Any, slots: int, mask: Any) -> mx.array:
             served.append(self.form.layout)
+            keys, values = ([part[:, :, :slots] for part in side] for side in (keys, values))
             return attend(q, keys, values, self.form.scale, mask, self.form.layout)
 
     monkeypatch.setattr(choice, "Step", Step)
@@ -170,7 +171,7 @@ def test_what_is_timed_is_one_format_and_the_slower_one_loses(monkeypatch: pytes
 def test_a_small_cache_is_not_the_metal_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """mlx would pass arrays of few elements in another address space."""
     side = mx.quantize(mx.zeros((1, 1, 16, 64)), group_size=64, bits=8)
-    asked = (mx.zeros((1, 1, 1, 64)), side, side, Layout.affine(8, 64), mx.ones((16,), mx.bool_), None)
+    asked = (mx.zeros((1, 1, 1, 64)), side, side, 16, Layout.affine(8, 64), mx.ones((16,), mx.bool_), None)
     monkeypatch.setattr(decode, "dialect", lambda: "metal")
     assert decode.supports(*asked)
     monkeypatch.setitem(decode.LEAST_ELEMENTS, "metal", 17)
@@ -180,24 +181,24 @@ def test_a_small_cache_is_not_the_metal_kernels(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_not_supported() -> None:
     one = step()
     arrays = (one["queries"], one["q_keys"], one["q_values"])
-    assert decode.supports(*arrays, EIGHT, None, None) and decode.supports(*arrays, EIGHT, "causal", None)
-    assert decode.supports(*arrays, EIGHT, mx.ones((2, 1, 1, 40), mx.bool_), None) and decode.supports(*arrays, EIGHT, mx.ones((40,), mx.bool_), None)
+    assert decode.supports(*arrays, 40, EIGHT, None, None) and decode.supports(*arrays, 40, EIGHT, "causal", None)
+    assert decode.supports(*arrays, 40, EIGHT, mx.ones((2, 1, 1, 40), mx.bool_), None) and decode.supports(*arrays, 40, EIGHT, mx.ones((40,), mx.bool_), None)
     for mask in (mx.ones((2, 4, 1, 40), mx.bool_), mx.ones((2, 1, 1, 39), mx.bool_), mx.zeros((2, 1, 1, 40)), "other"):
-        assert not decode.supports(*arrays, EIGHT, mask, None)
-    assert not decode.supports(*arrays, EIGHT, None, mx.zeros(4))
+        assert not decode.supports(*arrays, 40, EIGHT, mask, None)
+    assert not decode.supports(*arrays, 40, EIGHT, None, mx.zeros(4))
     for layout in (Layout.affine(7, 32), Layout.affine(8, 64), Layout.turboquant(8, 3), Layout(8, 4, 32)):
-        assert not decode.supports(*arrays, layout, None, None)
+        assert not decode.supports(*arrays, 40, layout, None, None)
     for slots, supported in ((15, False), (16, True)):
         short = [tuple(part[:, :, :slots] for part in side) for side in arrays[1:]]
-        assert decode.supports(arrays[0], *short, EIGHT, None, None) == supported
+        assert decode.supports(arrays[0], *short, slots, EIGHT, None, None) == supported
     two = turbo_step()
-    assert decode.supports(two["queries"], two["q_keys"], two["q_values"], Layout.turboquant(8, 3), None, None)
-    assert not decode.supports(two["queries"], two["q_keys"], two["q_values"], EIGHT, None, None)
+    assert decode.supports(two["queries"], two["q_keys"], two["q_values"], 40, Layout.turboquant(8, 3), None, None)
+    assert not decode.supports(two["queries"], two["q_keys"], two["q_values"], 40, EIGHT, None, None)
 
 
 def test_off_and_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     one = step()
-    arguments = (one["queries"], one["q_keys"], one["q_values"], SCALE, None, None, EIGHT, plainly)
+    arguments = (one["queries"], one["q_keys"], one["q_values"], 40, SCALE, None, None, EIGHT, plainly)
     monkeypatch.setattr(choice, "available", lambda: False)
     assert Kernels().state == "none for this device" and Kernels().attend(*arguments) is None
     monkeypatch.setattr(choice, "available", lambda: True)

@@ -74,7 +74,7 @@ def test_a_step_is_put_to_metal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
         def step(q: mx.array, *sides: mx.array, layout: Layout = layout, shapes: list = shapes) -> mx.array:
             half = len(sides) // 2
-            assert decode.supports(q, sides[:half], sides[half:], layout, mask, None)
+            assert decode.supports(q, sides[:half], sides[half:], 40, layout, mask, None)
             out = decode.decode(q, sides[:half], sides[half:], 0.1, mask, layout)
             shapes.append((out.shape, out.dtype))
             return out

@@ -44,13 +44,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> plain.Library:
 
 
 def by_the_kernel(library: plain.Library, calls: list[int]) -> Callable[..., mx.array]:
-    def attend(self: Any, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any, layout: Layout, otherwise: Any) -> mx.array:
+    def attend(self: Any, queries: mx.array, keys: Any, values: Any, slots: int, scale: float, mask: Any, sinks: Any, layout: Layout, otherwise: Any) -> mx.array:
         assert mask is None and sinks is None and queries.shape[2] == 1
         calls.append(layout.key_bits)
         kv_heads = keys[0].shape[1]
         shape = plain.Shape(layout, queries.shape[3], each=queries.shape[1] // kv_heads, kv_heads=kv_heads, scale=scale)
         held = [tuple(mx.contiguous(part) for part in side) for side in (keys, values)]
-        return mx.array(library.decode(shape, mx.contiguous(queries), *held, keys[0].shape[2], None, 3))
+        return mx.array(library.decode(shape, mx.contiguous(queries), *held, slots, None, 3))
 
     return attend
 

@@ -1,0 +1,39 @@
+"""What a cache hands to attention where kernels read its buffers: the buffers, and how many tokens they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..kernels.layout import Layout
+
+
+class Held:
+    """Keys or values: the first `slots` tokens of `buffers`. They are cut out only where something else than a kernel asks for them.
+
+    Cutting takes Python longer than writing a token does. Like the arrays of any cache,
+    it is of the moment: after the cache's next update it holds other tokens.
+    """
+
+    __slots__ = ("_cut", "_made", "buffers", "layout", "slots")
+
+    def __init__(self, buffers: Sequence[mx.array], slots: int, layout: Layout, cut: Callable[[list[mx.array]], Any]):
+        self.buffers, self.slots, self.layout = buffers, slots, layout
+        self._cut, self._made = cut, None
+
+    def cut(self) -> Any:
+        """The arrays of the tokens alone, as a cache hands them out without kernels."""
+        if self._made is None:
+            self._made = self._cut([buffer[..., : self.slots, :] for buffer in self.buffers])
+        return self._made
+
+    def __iter__(self) -> Iterator[mx.array]:
+        return iter(self.cut())
+
+    def __getitem__(self, index: int) -> mx.array:
+        return self.cut()[index]
+
+    def __len__(self) -> int:
+        return len(self.buffers)
