@@ -12,6 +12,10 @@ from typing import Any
 
 # Tokens that must agree before a draft, the pending one among them: at first, and after a draft of which something was right.
 LEAST = 3
+# At most that many are asked for, however often drafts were wrong or hopes vain.
+MOST = 12
+# Hopes in vain after which one token more is asked for. A hope costs the overlap of a step with the one before.
+PATIENCE = 2
 # Of the earlier places of a pair, how many of the latest are looked at; of a match, how many tokens are compared.
 PLACES, LONGEST = 64, 32
 
@@ -27,34 +31,61 @@ class NGramSource:
 
 
 class NGramDrafter:
-    """Implements `Drafter` over the sequence's own tokens, of which it keeps no copy."""
+    """Implements `Drafter` over the sequence's own tokens, of which it keeps no copy.
+
+    Where text repeats by chance, drafts soon cease: each one of which nothing was right
+    asks for a longer match the next time, and so do hopes of which nothing came.
+    """
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # of a pair of tokens, the place of its second
         self._before = array("q")  # for each place, the place before of the same pair, or -1
         self._least = LEAST
+        self._vain = 0
 
     def hopes(self, tokens: Sequence[int]) -> bool:
-        self._index(tokens)
-        # A match of LEAST with the pending token needs that of the pair before it.
-        return len(tokens) > 1 and self._before[-1] >= 0
+        return bool(self._matches(tokens))
 
     def draft(self, tokens: Sequence[int], pending: int, most: int, caches: Sequence[Any] = ()) -> list[int]:
-        self._index(tokens)
-        place, length = self._longest(tokens, pending)
-        if length < self._least:
+        found = [(length, place) for length, place in self._matches(tokens) if tokens[place + 1] == pending]
+        if not found:
+            self._vain += 1
+            if self._vain % PATIENCE == 0:
+                self._ask_for_more()
             return []
+        length, place = max(found)
         drafts: list[int] = []
         # A short match promises little.
-        for at in range(place + 2, place + 2 + min(most, length)):
+        for at in range(place + 2, place + 2 + min(most, length + 1)):
             # Behind the end a repetition goes on with what was drafted of it.
             past = at - len(tokens)
             drafts.append(tokens[at] if past < 0 else pending if past == 0 else drafts[past - 1])
         return drafts
 
     def verified(self, drafted: int, accepted: int) -> None:
-        """Each draft of which nothing was right asks for a longer match: where text repeats by chance drafts soon cease."""
-        self._least = LEAST if accepted else min(self._least + 1, LONGEST)
+        if accepted:
+            self._least, self._vain = LEAST, 0
+        else:
+            self._ask_for_more()
+
+    def _ask_for_more(self) -> None:
+        self._least = min(self._least + 1, MOST)
+
+    def _matches(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """How many tokens agree, and where the last of them is, of earlier places that agree with the end of `tokens`; the pending token is one more."""
+        self._index(tokens)
+        end, matches = len(tokens) - 1, []
+        place = self._before[end] if end > 0 else -1
+        for _ in range(PLACES):
+            if place < 0:
+                break
+            same = 2
+            while same < LONGEST and place >= same and tokens[place - same] == tokens[end - same]:
+                same += 1
+            if same + 1 >= self._least:
+                matches.append((same, place))
+            place = self._before[place]
+        return matches
 
     def _index(self, tokens: Sequence[int]) -> None:
         for at in range(len(self._before), len(tokens)):
@@ -65,20 +96,3 @@ class NGramDrafter:
             pair = tokens[at - 1] << 32 | tokens[at] & 0xFFFFFFFF
             self._before.append(self._last.get(pair, -1))
             self._last[pair] = at
-
-    def _longest(self, tokens: Sequence[int], pending: int) -> tuple[int, int]:
-        """Of the places of the last pair before `pending`, the latest of the longest match behind which the sequence had `pending`, and that match's tokens."""
-        end = len(tokens) - 1
-        best, length = -1, 0
-        place = self._before[end] if end > 0 else -1
-        for _ in range(PLACES):
-            if place < 0:
-                break
-            if tokens[place + 1] == pending:
-                same = 2
-                while same < LONGEST and place >= same and tokens[place - same] == tokens[end - same]:
-                    same += 1
-                if same + 1 > length:
-                    best, length = place, same + 1
-            place = self._before[place]
-        return best, length

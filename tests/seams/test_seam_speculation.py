@@ -105,3 +105,11 @@ def test_what_an_ended_request_leaves_is_kept_after_its_generation_was_closed(mo
     with pytest.raises(Refused):
         list(admitting.watch_one(runtime, fetch, {"prompt": [5, 6], "prompt_cache": [], "max_tokens": 9}, steps()))
     assert order == ["closed", [5, 6, 1]]
+
+
+def test_the_memory_guard_is_asked_after_as_many_tokens_however_many_a_step_gives():
+    watch, response = admitting.Watch(None), argparse.Namespace(uid=3)
+    asked = [watch.due([], [response] * 8) for _ in range(64)]
+    assert [number for number, due in enumerate(asked, 1) if due] == [32, 64]
+    together = [response, argparse.Namespace(uid=4)]
+    assert [watch.due([], together) for _ in range(256)].index(True) == 255

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mlx_lm_tiered.speculation.ngram import LEAST, LONGEST, PLACES, NGramDrafter
+from mlx_lm_tiered.speculation.ngram import LEAST, LONGEST, PATIENCE, PLACES, NGramDrafter
 
 
 def search(tokens: list[int], pending: int, most: int) -> list[int]:
@@ -38,9 +38,10 @@ def test_it_finds_the_latest_of_the_longest_matches(seed: int):
         for pending in range(4):
             expected = search(sequence, pending, 5)
             found += bool(expected)
+            grown.verified(1, 1)  # as after a draft that was right: no longer match than the least is asked for
             assert grown.draft(sequence, pending, 5) == expected
             assert NGramDrafter().draft(sequence, pending, 5) == expected
-            assert grown.hopes(sequence) or not expected
+            assert not expected or NGramDrafter().hopes(sequence)
     assert found > 40
 
 
@@ -69,3 +70,12 @@ def test_after_wrong_drafts_a_longer_match_is_asked_for_until_one_is_right():
     assert longer.draft([1, 2, 3, 4, 5, 1, 2, 3], 4, 2) == [5, 1]  # of 4
     drafter.verified(2, 1)
     assert drafter.draft(tokens, 4, 2) == [5, 9]
+
+
+def test_hopes_in_vain_ask_for_a_longer_match_too():
+    drafter, tokens = NGramDrafter(), [1, 2, 3, 4, 5, 9, 2, 3]
+    for _ in range(PATIENCE):
+        assert drafter.hopes(tokens) and drafter.draft(tokens, 7, 2) == []
+    assert not drafter.hopes(tokens) and drafter.hopes([1, 2, 3, 4, 5, 1, 2, 3])
+    drafter.verified(2, 1)
+    assert drafter.hopes(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from families import FAMILIES, build
+from mlx_lm.models.cache import KVCache
 from speculative_runs import Known, generate, generator, plain, speculation
 
 from mlx_lm_tiered import caches as kinds
@@ -202,3 +203,18 @@ def test_it_pauses_while_another_row_is_there(family: str, settings: dict, lengt
     assert list(answers.values()) == expected
     # While both decoded nothing was verified: at most the steps in which the second was prefilled.
     assert 0 < calls[0] <= calls[1] <= calls[0] + 3 < calls[2]
+
+
+def test_a_model_with_a_cache_of_no_known_class_is_refused_by_name_when_it_is_loaded(caplog):
+    class Unheard(KVCache):
+        pass
+
+    class Model:
+        def make_cache(self):
+            return [KVCache(), Unheard()]
+
+    with speculation(4) as run:
+        run.model_loaded(Model())
+        assert "Unheard" in run.report()["refused"] and "Unheard" in caplog.text
+        run.model_loaded(build("hybrid")[0])
+        assert run.report()["refused"] is None
