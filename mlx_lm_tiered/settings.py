@@ -130,7 +130,7 @@ class Settings:
     speculation: str = _setting(
         "off", one_of("off", "ngram"),
         "Draft tokens of a request that is alone and verify them together: off, or ngram (what followed the same tokens earlier in prompt and answer).",
-        shown="off", metavar="SOURCE", server=True,
+        shown="off", metavar="SOURCE",
     )  # fmt: skip
     num_draft_tokens: int | None = _setting(
         None, int, "Tokens that --speculation drafts at a time at most.", shown="the source's own: 8", metavar="N", upstream=True, server=True

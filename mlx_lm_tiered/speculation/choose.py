@@ -10,9 +10,11 @@ MOST = 64
 
 def check(speculation: str, tokens: int | None, invocation: Invocation) -> None:
     """Refuse what contradicts `speculation` where it is on; `tokens` is ``--num-draft-tokens``, where it was given. Raises UsageError."""
-    if speculation == "off" or invocation.command not in ("server", "script"):
+    if speculation == "off":
         return
     if getattr(invocation.args, "draft_model", None) is not None:
-        raise UsageError(f"--speculation {speculation} and --draft-model are two sources of drafts; leave one of them out")
-    if tokens is not None and not 1 <= tokens <= MOST:
+        # The environment's may come from a shell profile: then the draft model drafts.
+        if "speculation" in invocation.given:
+            raise UsageError(f"--speculation {speculation} and --draft-model are two sources of drafts; leave one of them out")
+    elif tokens is not None and not 1 <= tokens <= MOST:
         raise UsageError(f"--num-draft-tokens {tokens} is not between 1 and {MOST}; leave --speculation out to draft none")
