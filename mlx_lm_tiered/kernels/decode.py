@@ -7,8 +7,9 @@ the next.
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ LARGEST_DIM = 512
 # Of larger heads a block computes this many dimensions of the output.
 CHUNK = 256
 MOST_SPLITS = 128
+# Blocks of a call that count for themselves; and calls that do not share their counters.
+MOST_UNITS, COUNTERS = 1024, 256
 # What a warp reads at a time.
 LEAST_TOKENS = 16
 INPUTS = ["q", "kp", "ks", "kb", "vp", "vs", "vb", "mask"]
@@ -82,6 +85,13 @@ def _per_token(mask: mx.array, rows: int, slots: int) -> mx.array | None:
     if len(shape) != 4 or shape[0] not in (1, rows) or shape[1:3] != (1, 1) or shape[3] != slots:
         return None
     return mx.broadcast_to(mask, (rows, 1, 1, slots))
+
+
+@cache
+def _no_signs() -> mx.array:
+    made = mx.ones((1,))
+    mx.eval(made)
+    return made
 
 
 @cache
@@ -157,6 +167,25 @@ def _kernel(language: str, names: tuple[str, ...], constants: tuple[tuple[str, A
     return make(name=name, input_names=list(inputs), output_names=list(outputs), header=header, source=text, ensure_row_contiguous=False)
 
 
+def joins(language: str, rows: int, kv_heads: int, form: Format, warps: int) -> bool:
+    """Whether one kernel does all. It needs counters, which only CUDA's may write, and room for the splits' counts and sums beside each other."""
+    units = rows * kv_heads * -(-form.each // 8)
+    return language == "cuda" and form.dim <= CHUNK and units <= MOST_UNITS and warps * (form.dim + 8) >= MOST_SPLITS + form.dim
+
+
+def joined(found: Options) -> Any:
+    """mlx's one for these options, which also takes counters and, used or not, signs, and returns the output last."""
+    return _kernel("cuda", ("decode.body", "join.body"), tuple(found.parts_constants.items()), (*INPUTS, "counters", "signs"), (*PARTS, "out"), found.bounds)
+
+
+@cache
+def _counters() -> itertools.cycle[mx.array]:
+    """Zeros for blocks to count in. Each call has others than the calls before it, which may still be running."""
+    slots = [mx.zeros((MOST_UNITS,), mx.uint32) for _ in range(COUNTERS)]
+    mx.eval(slots)
+    return itertools.cycle(slots)
+
+
 def kernels(language: str, found: Options, turbo: bool) -> tuple[Any, Any]:
     """mlx's two for these options."""
     parts = _kernel(language, ("decode.body",), tuple(found.parts_constants.items()), tuple(INPUTS), tuple(PARTS), found.bounds)
@@ -173,7 +202,7 @@ class Step:
         self._units = rows * kv_heads * -(-form.each // 8)
         self._back = form.layout.back(form.dim)
         self._language = dialect()
-        self._calls: dict[Tuning, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {}
+        self._calls: dict[Tuning, Callable[[list[mx.array]], mx.array]] = {}
 
     def __call__(self, queries: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], slots: int, mask: Any, tuning: Tuning | None = None) -> mx.array:
         """Attention (rows, heads, 1, dim) of `queries` of that shape over the first `slots` tokens."""
@@ -182,14 +211,21 @@ class Step:
             tuning = choose(slots, self._units, form.layout.value_bits, form.dim, form.each, self._language)
         call = self._calls.get(tuning)
         if call is None:
-            found = options(self._language, self._rows, self._kv_heads, form, tuning)
-            parts, merge = kernels(self._language, found, form.layout.turbo)
-            call = self._calls[tuning] = (parts, found.parts, merge, found.merge)
-        first, first_options, second, second_options = call
+            call = self._calls[tuning] = self._made(tuning)
         # The mask's length says how many tokens there are, also where it is not read.
         seen = _per_token(mask, self._rows, slots) if form.masked else mx.broadcast_to(_nothing_hidden(), (1, 1, 1, slots))
-        found = first(inputs=[queries, *form.layout.inputs(keys, values), seen], **first_options)
-        return second(inputs=[*found, *self._back], **second_options)[0]
+        return call([queries, *form.layout.inputs(keys, values), seen])
+
+    def _made(self, tuning: Tuning) -> Callable[[list[mx.array]], mx.array]:
+        form, back = self._form, self._back
+        found = options(self._language, self._rows, self._kv_heads, form, tuning)
+        if joins(self._language, self._rows, self._kv_heads, form, found.bounds[0]):
+            one, counters = joined(found), _counters()
+            all_of = found.parts | {name: [*found.parts[name], *found.merge[name]] for name in ("output_shapes", "output_dtypes")}
+            signs = back or [_no_signs()]
+            return lambda inputs: one(inputs=[*inputs, next(counters), *signs], **all_of)[3]
+        first, second = kernels(self._language, found, form.layout.turbo)
+        return lambda inputs: second(inputs=[*first(inputs=inputs, **found.parts), *back], **found.merge)[0]
 
 
 @cache
