@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
 from ..turboquant import codebooks
+
+if TYPE_CHECKING:  # settings name layouts, and commands that need no mlx read settings
+    import mlx.core as mx
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS = (32, 64, 128)
@@ -75,6 +77,8 @@ class Layout(NamedTuple):
 @cache
 def table(bits: int) -> mx.array:
     """What TurboQuant's values are looked up in, uint32 (1, 1, 1, entries): centroids as halves, or up to 3 bits two, by the codes of two tokens."""
+    import mlx.core as mx
+
     halves = (np.array(codebooks.code_book(bits), np.float32) / Layout.turboquant(8, bits).lowered).astype(np.float16).view(np.uint16).astype(np.uint32)
     found = (halves[:, None] << 16 | halves).ravel() if bits <= 3 else halves
     return _ready(mx.array(found).reshape(1, 1, 1, -1))
@@ -82,11 +86,15 @@ def table(bits: int) -> mx.array:
 
 @cache
 def _signs(dim: int) -> mx.array:
+    import mlx.core as mx
+
     return _ready(mx.array(codebooks.signs(dim), mx.float32) * dim**-0.5)
 
 
 def _ready(array: mx.array) -> mx.array:
     """For every thread, where only an evaluated one is; and in the device's memory, where what it has computed is."""
+    import mlx.core as mx
+
     made = array * 1
     mx.eval(made)
     return made
