@@ -7,7 +7,6 @@ the next.
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -23,8 +22,6 @@ LARGEST_DIM = 512
 # Of larger heads a block computes this many dimensions of the output.
 CHUNK = 256
 MOST_SPLITS = 128
-# Blocks of a call that count for themselves; and calls that do not share their counters.
-MOST_UNITS, COUNTERS = 1024, 256
 # What a warp reads at a time.
 LEAST_TOKENS = 16
 INPUTS = ["q", "kp", "ks", "kb", "vp", "vs", "vb", "mask"]
@@ -85,13 +82,6 @@ def _per_token(mask: mx.array, rows: int, slots: int) -> mx.array | None:
     if len(shape) != 4 or shape[0] not in (1, rows) or shape[1:3] != (1, 1) or shape[3] != slots:
         return None
     return mx.broadcast_to(mask, (rows, 1, 1, slots))
-
-
-@cache
-def _no_signs() -> mx.array:
-    made = mx.ones((1,))
-    mx.eval(made)
-    return made
 
 
 @cache
@@ -167,25 +157,6 @@ def _kernel(language: str, names: tuple[str, ...], constants: tuple[tuple[str, A
     return make(name=name, input_names=list(inputs), output_names=list(outputs), header=header, source=text, ensure_row_contiguous=False)
 
 
-def joins(language: str, rows: int, kv_heads: int, form: Format, warps: int) -> bool:
-    """Whether one kernel does all. It needs counters, which only CUDA's may write, and room for the splits' counts and sums beside each other."""
-    units = rows * kv_heads * -(-form.each // 8)
-    return language == "cuda" and form.dim <= CHUNK and units <= MOST_UNITS and warps * (form.dim + 8) >= MOST_SPLITS + form.dim
-
-
-def joined(found: Options) -> Any:
-    """mlx's one for these options, which also takes counters and, used or not, signs, and returns the output last."""
-    return _kernel("cuda", ("decode.body", "join.body"), tuple(found.parts_constants.items()), (*INPUTS, "counters", "signs"), (*PARTS, "out"), found.bounds)
-
-
-@cache
-def _counters() -> itertools.cycle[mx.array]:
-    """Zeros for blocks to count in. Each call has others than the calls before it, which may still be running."""
-    slots = [mx.zeros((MOST_UNITS,), mx.uint32) for _ in range(COUNTERS)]
-    mx.eval(slots)
-    return itertools.cycle(slots)
-
-
 def kernels(language: str, found: Options, turbo: bool) -> tuple[Any, Any]:
     """mlx's two for these options."""
     parts = _kernel(language, ("decode.body",), tuple(found.parts_constants.items()), tuple(INPUTS), tuple(PARTS), found.bounds)
@@ -219,11 +190,6 @@ class Step:
     def _made(self, tuning: Tuning) -> Callable[[list[mx.array]], mx.array]:
         form, back = self._form, self._back
         found = options(self._language, self._rows, self._kv_heads, form, tuning)
-        if joins(self._language, self._rows, self._kv_heads, form, found.bounds[0]):
-            one, counters = joined(found), _counters()
-            all_of = found.parts | {name: [*found.parts[name], *found.merge[name]] for name in ("output_shapes", "output_dtypes")}
-            signs = back or [_no_signs()]
-            return lambda inputs: one(inputs=[*inputs, next(counters), *signs], **all_of)[3]
         first, second = kernels(self._language, found, form.layout.turbo)
         return lambda inputs: second(inputs=[*first(inputs=inputs, **found.parts), *back], **found.merge)[0]
 

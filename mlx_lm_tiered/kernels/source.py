@@ -9,8 +9,7 @@ probability times scale; of TurboQuant's, values looked up and scaled, still rot
 times probability. A weight is two halves, so 22 bits of it count. Which dimension or
 token goes to which row of a fragment is ours to choose, so each lane loads contiguous
 codes and never exchanges any; but weights, which become an operand by a transposition.
-The splits are merged, and what was rotated is rotated back: on CUDA by the last block of
-a KV head's, elsewhere and for heads of more than 256 dimensions by a second kernel.
+The second kernel merges the splits, and rotates what was rotated back.
 
 Dialects are CUDA, Metal, and the tests' plain C++. Metal's 8 x 8 matrices have PTX's
 fragments for the left operand and the sum, once lanes are counted in another order; the
@@ -84,5 +83,5 @@ def constants(dialect: str, named: Iterable[tuple[str, int | mx.Dtype]], types: 
 @cache
 def digest(dialect: str, *texts: str) -> str:
     """Of a kernel's texts and of the files that they include."""
-    names = (f"{dialect}.inc", "common.inc", "decode.body", "merge.body", "written.body", "unrotated.body", "join.body", "encode.body")
+    names = (f"{dialect}.inc", "common.inc", "decode.body", "merge.body", "written.body", "unrotated.body", "encode.body")
     return hashlib.sha256("\0".join([*texts, *map(text, names)]).encode()).hexdigest()[:16]

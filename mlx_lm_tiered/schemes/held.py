@@ -26,7 +26,7 @@ class Held:
     def cut(self) -> Any:
         """The arrays of the tokens alone, as a cache hands them out without kernels."""
         if self._made is None:
-            self._made = self._cut([buffer[..., : self.slots, :] for buffer in self.buffers])
+            self._made = self._cut([buffer[:, :, : self.slots] for buffer in self.buffers])
         return self._made
 
     def __iter__(self) -> Iterator[mx.array]:

@@ -164,9 +164,10 @@ class Single(Lockstep):
         if any(part.keys is None or end > part.keys.shape[2] for part in self.parts):
             # They grow.
             return super().update_and_fetch(keys, values)
+        place = (slice(None), slice(None), slice(start, end))
         for part, (k, v) in zip(self.parts, self.encode(self.form, keys, values), strict=True):
-            part.keys[..., start:end, :] = k
-            part.values[..., start:end, :] = v
+            part.keys[place] = k
+            part.values[place] = v
             part.offset = end
         layout = self.form.layout
         return (

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_lm_tiered.kernels import decode, source
+from mlx_lm_tiered.kernels import source
 from mlx_lm_tiered.kernels.decode import INPUTS, Format, Options, options
 from mlx_lm_tiered.kernels.layout import Layout
 from mlx_lm_tiered.kernels.tuning import Tuning
@@ -57,31 +57,27 @@ def constants(named: dict[str, Any]) -> str:
 def text(shapes: list[Shape]) -> str:
     """One translation unit with `parts_N` and `merge_N` for each shape."""
     out = ['#include "plain.inc"\n', source.text("common.inc"), "}\nusing namespace decode_attention;\n"]
-    out.append("static struct { const void* in[8]; const long* strides[8]; const int* mask_shape; float* parts[3]; const float* signs; void* out; unsigned* counters; } args;\n")
+    out.append("static struct { const void* in[8]; const long* strides[8]; const int* mask_shape; float* parts[3]; const float* signs; void* out; } args;\n")
     for number, s in enumerate(shapes):
         found = s.options("cuda", 1, 1)
         types = POINTERS | ({"vb": "u32"} if s.layout.turbo else {})
-        parameters = [
+        out.append(f"static void parts_body_{number}() {{\n{constants(found.parts_constants)}")
+        out += [
             f"const auto* {name} = (const {types.get(name, 'S')}*)args.in[{i}]; [[maybe_unused]] const long* {name}_strides = args.strides[{i}];\n"
             for i, name in enumerate(INPUTS)
         ]
-        parameters.append("const int* mask_shape = args.mask_shape; float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
-        parameters.append("T* out = (T*)args.out; [[maybe_unused]] const float* signs = args.signs; const unsigned* counters = args.counters;\n")
-        body = constants(found.parts_constants) + "".join(parameters) + source.text("decode.body")
-        out.append(f"static void parts_body_{number}() {{\n{body}}}\n")
-        joined = decode.joins("cuda", 1, s.kv_heads, s.form, s.warps)
-        out.append(f"static void joined_body_{number}() {{\n{body + source.text('join.body') if joined else ''}}}\n")
-        out.append(f"static void merge_body_{number}() {{\n{constants(found.merge_constants)}T* out = (T*)args.out;\n")
+        out.append("const int* mask_shape = args.mask_shape; float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
+        out.append(f"{source.text('decode.body')}}}\nstatic void merge_body_{number}() {{\n{constants(found.merge_constants)}T* out = (T*)args.out;\n")
         out.append("const int po_shape[] = {0, args.mask_shape[0]}; const float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2], *signs = args.signs;\n")
         out.append(f"{source.text('merge.body')}{source.text('unrotated.body' if s.layout.turbo else 'written.body')}}}\n")
-    out.append('extern "C" bool run(int which, int kind, const void** in, const long** strides, const int* mask_shape, float** parts, const float* signs, void* out, unsigned* counters,')
+    out.append('extern "C" bool run(int which, int merge, const void** in, const long** strides, const int* mask_shape, float** parts, const float* signs, void* out,')
     out.append(" const int* grid, int threads) {\nstatic void (*bodies[])() = {")
-    out += [f"parts_body_{number}, merge_body_{number}, joined_body_{number}, " for number in range(len(shapes))]
+    out += [f"parts_body_{number}, merge_body_{number}, " for number in range(len(shapes))]
     out.append("""};
 for (int i = 0; i < 8; ++i) { args.in[i] = in[i]; args.strides[i] = strides[i]; }
 for (int i = 0; i < 3; ++i) args.parts[i] = parts[i];
-args.mask_shape = mask_shape; args.signs = signs; args.out = out; args.counters = counters;
-return fibers::run_grid(bodies[3 * which + kind], grid, threads);
+args.mask_shape = mask_shape; args.signs = signs; args.out = out;
+return fibers::run_grid(bodies[2 * which + merge], grid, threads);
 }
 """)
     return "".join(out)
@@ -110,30 +106,18 @@ class Library:
         signs = [*map(_view, shape.layout.back(shape.dim)), *parts][0]
         out = np.zeros(q.shape, np.uint16 if shape.queries == mx.bfloat16 else np.float16 if shape.queries == mx.float16 else np.float32)
 
-        counters = np.zeros(decode.MOST_UNITS, np.uint32)
-
-        def call(kind: int, first: int, grid: tuple[int, ...], threads: int) -> None:
+        def call(merge: int, first: int, grid: tuple[int, ...], threads: int) -> None:
             dims, (width, *others) = (ctypes.c_int * 4)(first, 0, 0, slots), grid
             assert self._run(
-                self._numbers[shape], kind, (ctypes.c_void_p * 8)(*(a.ctypes.data for a in arrays)),
+                self._numbers[shape], merge, (ctypes.c_void_p * 8)(*(a.ctypes.data for a in arrays)),
                 (ctypes.POINTER(ctypes.c_long) * 8)(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_long)) for s in strides)), dims,
                 (ctypes.c_void_p * 3)(*(p.ctypes.data for p in parts)), ctypes.c_void_p(signs.ctypes.data), ctypes.c_void_p(out.ctypes.data),
-                ctypes.c_void_p(counters.ctypes.data), (ctypes.c_int * 3)(width // threads, *others), threads,
+                (ctypes.c_int * 3)(width // threads, *others), threads,
             )  # fmt: skip
 
         for merge, one in enumerate((found.parts, found.merge)):
             call(merge, splits * merge, one["grid"], one["threadgroup"][0])
-        if decode.joins("cuda", rows, shape.kv_heads, shape.form, found.bounds[0]):
-            # The other way to the same: to the last bits, as sums are in another order.
-            merged, out[...] = out.copy(), 0
-            call(2, 0, found.parts["grid"], found.parts["threadgroup"][0])
-            assert not counters.any()
-            assert np.abs(_float(merged) - _float(out)).max() <= np.abs(_float(out)).max() * (1e-6 if shape.queries == mx.float32 else 2.0**-7)
-        return _float(out)
-
-
-def _float(out: np.ndarray) -> np.ndarray:
-    return (out.astype(np.uint32) << 16).view(np.float32) if out.dtype == np.uint16 else out.astype(np.float32)
+        return (out.astype(np.uint32) << 16).view(np.float32) if out.dtype == np.uint16 else out.astype(np.float32)
 
 
 def _view(array: mx.array) -> np.ndarray:

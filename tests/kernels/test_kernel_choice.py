@@ -22,7 +22,7 @@ from mlx_lm_tiered.turboquant.codec import encode_keys, encode_values
 UPSTREAM = base.quantized_scaled_dot_product_attention
 SCALE = 0.18
 EIGHT, FOUR = Layout.affine(8, 32), Layout.affine(4, 32)
-SPLITS = [(16384, 8, 8, 33), (65536, 8, 8, 49), (65536, 8, 4, 66), (65536, 32, 4, 16), (100, 8, 8, 2), (1, 8, 8, 1), (16384, 900, 4, 1)]
+SPLITS = [(4096, 8, 4, 33), (16384, 8, 8, 49), (65536, 8, 8, 49), (16384, 8, 3, 66), (65536, 8, 4, 66), (65536, 32, 4, 16), (100, 8, 8, 2), (1, 8, 8, 1), (16384, 900, 4, 1)]
 
 
 def step(bits: int = 8, dtype: mx.Dtype = mx.float32, length: int = 1) -> dict[str, Any]:

@@ -156,3 +156,11 @@ def test_a_model_without_full_attention_cannot_have_it():
     model, _ = build("dense64")
     with pytest.raises(ValueError, match="none of its layers has full attention"):
         plan.make(model, [RotatingKVCache(32) for _ in model.layers], Turbo(), 0)
+
+
+def test_the_first_generation_of_a_model_is_converted_as_any_other():
+    """Also where `generate_step` makes the caches itself."""
+    with scheme("turbo@47"):
+        model, _ = build("kv-shared64")
+        first, second = (alone(model, prompt(230, 1), 40, step=48) for _ in range(2))
+        assert first == second

@@ -20,10 +20,12 @@ def exact_start(original: Callable[..., Any], parameters: inspect.Signature, run
     scheme = runtime.scheme
     if scheme is None or scheme.start == 0:
         return original
-    from mlx_lm.models.cache import make_prompt_cache
 
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Any:
+        # As it is now: when this was made, it may not have been hooked yet.
+        from mlx_lm.models.cache import make_prompt_cache
+
         call = parameters.bind(*args, **kwargs)
         call.apply_defaults()
         options = call.arguments
