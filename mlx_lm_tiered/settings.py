@@ -18,6 +18,7 @@ from typing import Any
 from mlx_lm_hooks import UsageError
 
 from .schemes.spec import Spec, parse
+from .speculation.choose import drafts
 
 ENV_PREFIX = "MLX_LM_TIERED_"
 
@@ -132,9 +133,10 @@ class Settings:
         "Draft tokens of a request that is alone and verify them together: off, or ngram (what followed the same tokens earlier in prompt and answer).",
         shown="off", metavar="SOURCE",
     )  # fmt: skip
-    num_draft_tokens: int | None = _setting(
-        None, int, "Tokens that --speculation drafts at a time at most.", shown="the source's own: 8", metavar="N", upstream=True, server=True
-    )
+    num_draft_tokens: int | str | None = _setting(
+        None, drafts, "Tokens that --speculation drafts at a time at most, or auto: as many as pay, by what was measured in the request.",
+        shown="the source's own: 8", metavar="N", upstream=True, server=True,
+    )  # fmt: skip
     ssd_cache: Path | None = _setting(
         None, parse_directory, "Directory of the SSD tier; it is made if need be.", shown="off", metavar="DIR"
     )
@@ -202,11 +204,13 @@ def table() -> list[tuple[str, str, str, str]]:
 
 
 def add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
-    """Add the flags to a parser. Upstream's server has two of them already.
+    """Add the flags to a parser. Upstream's commands have some of them already.
 
     Values are parsed by `resolve`, so that flags, environment and keywords fail alike.
     """
     for f in fields(Settings):
+        if f.metadata["parse"] is drafts and (theirs := group._option_string_actions.get(flag(f.name))) is not None:
+            theirs.type = drafts  # upstream's flag, which takes a number
         if command == "server" and f.metadata["upstream"]:
             continue
         if command != "server" and f.metadata["server"]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from mlx_lm_tiered import disable, enable, stats
 
 from ..caches import lend
+from ..speculation.choose import AUTO
 from .in_process import prefilled
 from .report import spread
 from .text import document
@@ -33,7 +34,7 @@ class Run(NamedTuple):
 
 
 def run(model_path: Path, source: str, gammas: Sequence[int], prefix_tokens: int, decode_tokens: int, repeats: int) -> dict[str, Any]:
-    """`rows`: for each task and number of drafts the speedup, the acceptance, and whether all answers were plain decoding's."""
+    """`rows`: for each task and number of drafts the speedup, the acceptance, and whether all answers were plain decoding's; beside it the speedup with ``auto``."""
     from mlx_lm import load
 
     model, tokenizer = load(str(model_path))
@@ -42,17 +43,19 @@ def run(model_path: Path, source: str, gammas: Sequence[int], prefix_tokens: int
         tokens = _prompt(task, tokenizer, prefix_tokens)
         caches = prefilled(model, tokens[:-1])
         _answer(model, caches, tokens, 8, "off", 1)
-        times: dict[int, list[float]] = {gamma: [] for gamma in gammas}
-        reports: dict[int, dict[str, Any]] = {}
-        equal = dict.fromkeys(gammas, True)
+        choices: tuple[int | str, ...] = (*gammas, AUTO)
+        times: dict[int | str, list[float]] = {gamma: [] for gamma in choices}
+        reports: dict[int | str, dict[str, Any]] = {}
+        equal = dict.fromkeys(choices, True)
         for _ in range(repeats):
-            for gamma in gammas:
+            for gamma in choices:
                 plain = _answer(model, caches, tokens, decode_tokens, "off", 1)
                 speculative = _answer(model, caches, tokens, decode_tokens, source, gamma)
                 times[gamma].append(plain.seconds / speculative.seconds)
                 reports[gamma] = speculative.report
                 equal[gamma] &= plain.tokens == speculative.tokens
-        rows += [_row(task, gamma, times[gamma], reports[gamma], equal[gamma]) for gamma in gammas]
+        auto = {**spread("auto_speedup", times[AUTO]), "auto_acceptance": reports[AUTO]["acceptance"], "auto_target_calls": reports[AUTO]["target_calls"]}
+        rows += [_row(task, gamma, times[gamma], reports[gamma], equal[gamma] and equal[AUTO]) | auto for gamma in gammas]
     return {"source": source, "prefix_tokens": prefix_tokens, "decode_tokens": decode_tokens, "repeats": repeats, "rows": rows}
 
 
@@ -73,7 +76,7 @@ def _prompt(task: str, tokenizer: Any, count: int) -> list[int]:
     return list(tokenizer.encode(f"{' '.join(words)}.{AGAIN}{' '.join(second[:begun])}"))
 
 
-def _answer(model: Any, caches: list[Any], tokens: list[int], count: int, source: str, gamma: int) -> Run:
+def _answer(model: Any, caches: list[Any], tokens: list[int], count: int, source: str, gamma: int | str) -> Run:
     """`caches` hold all tokens but the last, and go on holding them."""
     enable(speculation=source, num_draft_tokens=gamma, prompt_cache_bytes=0)
     try:

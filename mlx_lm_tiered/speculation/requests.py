@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 from mlx_lm_hooks import Speculator, SpeculativeRow
 
 from ..caches import UnknownCacheClass, kind_of
 from ..statistics import Statistics
+from .auto import Auto, Chooser
+from .choose import AUTO
 from .executor import Executor
 from .rollback import singles
 from .source import Drafter, DraftSource
@@ -18,10 +22,11 @@ logger = logging.getLogger("mlx_lm_tiered")
 
 
 class Speculating:
-    """`tokens` is how many are drafted at a time; None leaves that to the source."""
+    """`tokens` is how many are drafted at a time, or ``auto``; None leaves that to the source."""
 
-    def __init__(self, source: DraftSource, tokens: int | None, statistics: Statistics):
+    def __init__(self, source: DraftSource, tokens: int | str | None, statistics: Statistics, clock: Callable[[], float] = time.perf_counter):
         self._source = source
+        self._auto = Auto(clock)
         self.tokens = tokens if tokens is not None else source.tokens
         self._statistics = statistics
         self._tally = Tally()
@@ -39,29 +44,33 @@ class Speculating:
         if self._refused or _refusal(row.caches):
             return None
         self._tally.requests += 1
-        return _Request(self._source.begin(model), Executor(model, self._tally), self.tokens, self._statistics)
+        tokens = self._auto.begin(model) if self.tokens == AUTO else int(self.tokens)
+        return _Request(self._source.begin(model), Executor(model, self._tally), tokens, self._statistics)
 
     def report(self) -> dict[str, Any]:
         """What `/stats` shows."""
-        return {"source": self._source.name, "draft_tokens": self.tokens, "refused": self._refused or None, **self._tally.report()}
+        auto = self._auto.report() if self.tokens == AUTO else None
+        return {"source": self._source.name, "draft_tokens": self.tokens, "refused": self._refused or None, **self._tally.report(), "auto": auto}
 
 
 class _Request:
     """Implements `Speculator`."""
 
-    def __init__(self, drafter: Drafter, executor: Executor, tokens: int, statistics: Statistics):
+    def __init__(self, drafter: Drafter, executor: Executor, tokens: int | Chooser, statistics: Statistics):
         self._drafter: Drafter | None = drafter
         self._executor = executor
-        self._tokens = tokens
+        self._tokens, self._chooser = (0, tokens) if isinstance(tokens, Chooser) else (tokens, None)
         self._statistics = statistics
         self._calls = self._drafted = self._accepted = 0
 
     def advance(self, row: SpeculativeRow) -> bool:
-        most = min(self._tokens, row.room)
-        if most < 1 or self._drafter is None:
+        if self._drafter is None:
+            return False
+        most = min(self._tokens if self._chooser is None else self._chooser.allowed(len(row.tokens)), row.room)
+        if most < 1:
             return False
         try:
-            drafts = self._drafter.draft(row.tokens, row.pending, most, row.caches)[:most] if self._drafter.hopes(row.tokens) else []
+            drafts = self._drafted_by(self._drafter, row, most) if self._drafter.hopes(row.tokens) else []
         except Exception as error:
             # Nothing was forwarded yet: the request goes on without drafts.
             self._drafter = None
@@ -72,7 +81,15 @@ class _Request:
         accepted = self._executor.round(row, drafts)
         self._calls, self._drafted, self._accepted = self._calls + 1, self._drafted + len(drafts), self._accepted + accepted
         self._drafter.verified(len(drafts), accepted)
+        if self._chooser is not None:
+            self._chooser.verified(len(drafts), accepted)
         return True
+
+    def _drafted_by(self, drafter: Drafter, row: SpeculativeRow, most: int) -> list[int]:
+        pending = row.pending  # waits
+        if self._chooser is not None:
+            self._chooser.waited()
+        return drafter.draft(row.tokens, pending, most, row.caches)[:most]
 
     def rewind(self, row: SpeculativeRow, count: int) -> None:
         self._executor.rewind(row, count)

@@ -66,3 +66,14 @@ def test_requests_at_once_answer_as_each_alone_and_usage_says_what_was_drafted(t
     assert told[0] == told[1] and told[2] == told[3] and 0 < told[0]["accepted_tokens"] <= told[0]["drafted_tokens"]
     for name, counted in (("accepted_tokens", "accepted"), ("drafted_tokens", "drafted"), ("target_calls", "target_calls")):
         assert sum(one[name] for one in told) == stats["speculation"][counted] - before[counted]
+
+
+def test_auto_measures_and_answers_the_same(tiny_llama, tmp_path):
+    with tiered(tiny_llama, None, "--prompt-cache-bytes", "0", log=tmp_path / "plain.log") as server:
+        expected = [ask(server, PROMPT, 60, **options) for options in PATHS.values()]
+    with tiered(tiny_llama, None, "--speculation", "ngram", "--num-draft-tokens", "auto", log=tmp_path / "auto.log") as server:
+        assert [ask(server, PROMPT, 60, **options) for options in PATHS.values()] == expected
+        stats = server.stats()
+    found = stats["speculation"]
+    assert stats["faults"] == {} and found["draft_tokens"] == "auto" and found["requests"] == 2
+    assert found["auto"]["step_seconds"] > 0 and found["target_calls"] > 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 import pytest
 
 from mlx_lm_hooks import Invocation, UsageError
+from mlx_lm_tiered.settings import add_arguments
 from mlx_lm_tiered.speculation.choose import check
 
 
@@ -20,6 +21,32 @@ def test_what_can_be():
     start(tokens=64)
     start("off", tokens=0, draft_model="small")
     start(draft_model="small", tokens=0, given=False)
+    start(tokens="auto")
+    start("off", tokens="auto", given=False)  # the environment's
+
+
+def test_upstream_is_left_a_number():
+    for command in ("server", "generate"):
+        args = Namespace(draft_model=None, num_draft_tokens="auto")
+        check("ngram", "auto", Invocation(command, args, frozenset({"speculation", "num_draft_tokens"})))
+        assert args.num_draft_tokens == 3
+
+
+@pytest.mark.parametrize(("speculation", "model"), [("off", None), ("off", "small")])
+def test_auto_needs_a_source_of_ours(speculation, model):
+    with pytest.raises(UsageError, match="auto is for --speculation"):
+        check(speculation, "auto", Invocation("server", Namespace(draft_model=model, num_draft_tokens="auto"), frozenset({"num_draft_tokens"})))
+
+
+def test_upstreams_own_flag_takes_auto_and_numbers():
+    for command in ("server", "generate"):
+        parser = ArgumentParser()
+        parser.add_argument("--num-draft-tokens", type=int, default=3)
+        add_arguments(parser.add_argument_group("plugin"), command)
+        values = [parser.parse_args(given).num_draft_tokens for given in ([], ["--num-draft-tokens", "auto"], ["--num-draft-tokens", "5"])]
+        assert values == [3, "auto", 5]
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--num-draft-tokens", "some"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,211 @@
+"""``--num-draft-tokens auto``: what it chooses over a clock that the test moves, and that no choice changes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+from families import build
+from speculative_runs import Known, generate, plain, speculation
+
+from mlx_lm_tiered.speculation.auto import ALLOWED, CHOICES, FIRST, MEASURED, Auto
+from mlx_lm_tiered.speculation.choose import AUTO
+
+STEP = 0.01
+
+
+class Model:
+    pass
+
+
+class World:
+    """A model whose steps and verifications take what is said, and a source of which each draft has so many right tokens.
+
+    `lost` is what drafting has cost in all, in steps; negative when it gained.
+    """
+
+    def __init__(self, round_steps: Callable[[int], float], right: Callable[[int], int]):
+        self.now, self.tokens, self.rounds = 0.0, 0, 0
+        self.round_steps, self.right = round_steps, right
+        self.model, self.auto = Model(), Auto(lambda: self.now)
+        self.first_pass: dict[int, float] = {}  # steps that the first verification of an order of size takes besides
+        self.noise: Callable[[int], float] = lambda number: 0.0
+        self._ready = 0.0  # when the pending token is known
+        self._steps = 0
+        self.request()
+
+    def request(self) -> None:
+        self.chooser, self.choices = self.auto.begin(self.model), []
+        self.start, self.first, self._ready = self.now, self.tokens, self.now
+
+    def go(self, tokens: int, hopes: bool = True, drafts: bool = True) -> list[int]:
+        """Generate at least that many tokens; the numbers of drafts that were allowed before each step."""
+        self.choices = []
+        end = self.tokens + tokens
+        while self.tokens < end:
+            allowed = self.chooser.allowed(self.tokens)
+            self.choices.append(allowed)
+            if allowed and hopes:
+                self.now = max(self.now, self._ready)
+                self.chooser.waited()
+                if drafts:
+                    self._verify(allowed)
+                    continue
+            self._steps += 1
+            ready = max(self.now, self._ready)
+            self._ready = ready + STEP * (1 + self.noise(self._steps))
+            self.now = ready
+            self.tokens += 1
+        return self.choices
+
+    def _verify(self, drafted: int) -> None:
+        size = drafted.bit_length()
+        self.now += STEP * (self.round_steps(drafted + 1) + self.first_pass.pop(size, 0.0))
+        accepted = min(self.right(self.rounds), drafted)
+        self.rounds += 1
+        self.tokens += 1 + accepted
+        self._ready = self.now
+        self.chooser.verified(drafted, accepted)
+
+    @property
+    def lost(self) -> float:
+        return (self.now - self.start) / STEP - (self.tokens - self.first)
+
+
+def cheap(width: int) -> float:
+    return 1 + 0.08 * (width - 1)
+
+
+def test_it_measures_plain_steps_first_and_grows_where_drafts_are_right():
+    world = World(cheap, lambda number: 99)
+    choices = world.go(200)
+    first = next(place for place, choice in enumerate(choices) if choice)
+    assert MEASURED <= first <= MEASURED + 3 and choices[first] == FIRST
+    assert choices[first:] == sorted(choices[first:]) and choices[-1] == CHOICES[-1]
+    assert world.lost < -100
+
+
+def test_what_a_wide_verification_costs_bounds_it():
+    """Up to five tokens cost little, more cost much."""
+    world = World(lambda width: 1.1 if width <= 5 else 3.0 * width, lambda number: 99)
+    assert set(world.go(800)[-20:]) == {4}
+
+
+@pytest.mark.parametrize("cost", [1.02, 1.3, 2.0, 5.0, 40.0])
+def test_where_drafts_are_wrong_it_ceases_and_what_it_loses_is_bounded(cost: float):
+    world = World(lambda width: cost, lambda number: 0)
+    before = world.go(100)
+    assert before.count(0) > 40 and any(before)
+    spent = world.rounds
+    for tokens in (100, 1000, 5000):
+        world.go(tokens)
+        plain_steps = world.tokens - world.first
+        # Of each number of drafts that it tries the first verification is not counted, and two more convince it of a high price.
+        assert world.lost <= ALLOWED + 0.01 * plain_steps + 9 * (cost - 1)
+    assert world.rounds > spent  # tried again
+    spent = world.rounds
+    world.go(5000)
+    assert (world.rounds > spent) == (cost < 4)  # where that can be paid for
+    world.request()
+    world.go(64)
+    assert world.lost <= 0.03 * 64 or cost > 2
+
+
+def test_where_right_drafts_cost_more_than_they_bring_it_ceases_too():
+    world = World(lambda width: 2.5 * width, lambda number: 99)
+    choices = world.go(2000)
+    assert choices[-1] == 0 and world.lost < 0.01 * world.tokens + 50
+
+
+def test_when_drafts_become_right_it_comes_back():
+    world = World(cheap, lambda number: 0)
+    world.go(300)
+    assert world.choices[-1] == 0
+    world.right = lambda number: 99
+    choices = world.go(600)
+    assert choices[-1] >= 8 and sum(choice == 0 for choice in choices) < 200
+
+
+def test_a_slow_first_pass_is_not_held_against_drafts():
+    world = World(cheap, lambda number: 99)
+    world.first_pass = dict.fromkeys(range(1, 7), 200.0)
+    assert world.go(300)[-1] == CHOICES[-1]
+    assert all(steps < 3 for _, steps in world.auto.report()["verification_steps"])
+
+
+def test_lookups_that_find_nothing_are_not_taken_for_slow_steps_and_outliers_are_no_measure():
+    world = World(cheap, lambda number: 99)
+    world.noise = lambda number: 30.0 if number % 7 == 0 else 0.0
+    world.go(100, drafts=False)
+    assert world.auto.report()["step_seconds"] == pytest.approx(STEP)
+
+
+def test_steps_with_others_in_the_batch_count_for_nothing():
+    world = World(cheap, lambda number: 99)
+    world.go(20)
+    measured = world.auto.report()["step_seconds"]
+    world.now += 100.0
+    world._ready = world.now
+    world.tokens += 400
+    assert world.go(100)[-1] == CHOICES[-1] and world.auto.report()["step_seconds"] == pytest.approx(measured)
+
+
+def test_another_model_has_other_costs():
+    world = World(cheap, lambda number: 99)
+    world.go(100)
+    assert world.auto.report()["verification_steps"]
+    world.model = Model()
+    world.request()
+    assert not world.auto.report()["verification_steps"]
+
+
+def prompt_of(count: int) -> list[int]:
+    mx.random.seed(1)
+    return mx.random.randint(3, 1000, (count,)).tolist()
+
+
+@pytest.mark.parametrize("family", ["sliding", "hybrid"])
+def test_whatever_it_chooses_the_tokens_are_plain_decodings(family: str):
+    """A step a token by its own clock, so that it drafts; right, half right and wrong drafts alternate."""
+    model, _ = build(family)
+    prompt = prompt_of(45)
+    with plain():
+        expected = generate(model, prompt, 60)
+    with speculation(AUTO, lambda: Known(prompt, expected.tokens)) as run:
+        run._auto._clock = Ticking()
+        got = generate(model, prompt, 60)
+        assert got.tokens == expected.tokens and got.last.all_tokens == prompt + expected.tokens
+        report = run.report()
+        assert report["accepted"] > 0 and run.faults() == {}
+    assert report["draft_tokens"] == AUTO and report["auto"]["verification_steps"]
+
+
+def test_a_source_of_nonsense_ends_at_no_drafts():
+    class Nonsense(Known):
+        def draft(self, tokens, pending, most, caches):
+            clock.now += 0.5
+            following = self.answer[len(tokens) - self.start + 1 :][:most]
+            return [(token + 17) % 1000 for token in following]
+
+    model, _ = build("dense")
+    prompt = prompt_of(45)
+    with plain():
+        expected = generate(model, prompt, 120).tokens
+    clock = Ticking()
+    with speculation(AUTO, lambda: Nonsense(prompt, expected)) as run:
+        run._auto._clock = clock
+        assert generate(model, prompt, 120).tokens == expected
+        report = run.report()
+    assert report["accepted"] == 0 and 0 < report["target_calls"] < 15
+    assert report["auto"]["draft_tokens"] == 0 and report["auto"]["pauses"] > 0
+
+
+class Ticking:
+    """A clock that goes on by one each time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
