@@ -41,7 +41,10 @@ class Speculating:
             logger.warning("speculation %s is not for this model: %s", self._source.name, self._refused)
 
     def begin(self, model: Any, row: SpeculativeRow) -> Speculator | None:
-        if self._refused or _refusal(row.caches):
+        if self._refused:
+            return None
+        if reason := _refusal(row.caches):
+            logger.info("a request decodes without speculation: %s", reason)
             return None
         self._tally.requests += 1
         tokens = self._auto.begin(model) if self.tokens == AUTO else int(self.tokens)
@@ -99,10 +102,13 @@ class _Request:
 
 
 def _refusal(caches: Any) -> str:
-    """Why caches cannot be rolled back; empty when they can."""
+    """Why caches cannot verify drafts or be rolled back; empty when they can."""
     try:
         for cache in singles(caches):
             kind_of(cache)
+            if getattr(cache, "keep", 0):
+                # Past its wrap mlx-lm's mask hides these, not the oldest others, from all but the first token of a chunk.
+                return "a ring that keeps its first tokens (--max-kv-size) has no right mask for several tokens"
     except UnknownCacheClass as error:
         return str(error)
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from families import build
+from mlx_lm.models.cache import make_prompt_cache
 from speculative_runs import Known, plain, speculation
 
 from mlx_lm_tiered import caches as kinds
@@ -101,3 +102,14 @@ def test_an_endless_generation_goes_on():
     with speculation(4, lambda: Known(prompt, expected)) as run:
         assert generated(model, prompt, -1, close_at=38)[0] == expected[:38]
         assert run.report()["accepted"] > 0
+
+
+def test_a_ring_that_keeps_its_first_tokens_is_left_alone():
+    """Of ``--max-kv-size``: past it mlx-lm's mask hides the kept tokens from all but a chunk's first."""
+    model, _ = build("moe")
+    prompt = prompt_of(45)
+    with plain():
+        expected, _ = generated(model, prompt, 24, make_prompt_cache(model, 24))
+    with speculation(4, lambda: Known(prompt, expected)) as run:
+        assert generated(model, prompt, 24, make_prompt_cache(model, 24))[0] == expected
+        assert run.report()["requests"] == 0
