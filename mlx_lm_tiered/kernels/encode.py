@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import metal
 import mlx.core as mx
 import pytest
-from plain import affine, turbo
+from plain import affine
 
 from mlx_lm_tiered.kernels import decode, source
 from mlx_lm_tiered.kernels.layout import Layout
