@@ -18,9 +18,10 @@ from typing import Any
 from mlx_lm_hooks import UsageError
 
 from .schemes.spec import Spec, parse
-from .speculation.choose import drafts
 
 ENV_PREFIX = "MLX_LM_TIERED_"
+# A number that is found by measuring.
+AUTO = "auto"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -51,6 +52,16 @@ def parse_switch(text: str | bool) -> bool:
     if value in ("0", "false", "no", "off"):
         return False
     raise ValueError(f"{text!r} is neither on nor off; use 1 or 0")
+
+
+def parse_drafts(text: str | int) -> int | str:
+    """``auto`` or a number. Raises ValueError."""
+    if text == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither auto nor a number") from None
 
 
 def parse_seconds(text: str | float) -> float:
@@ -134,7 +145,7 @@ class Settings:
         shown="off", metavar="SOURCE",
     )  # fmt: skip
     num_draft_tokens: int | str | None = _setting(
-        None, drafts, "Tokens that --speculation drafts at a time at most, or auto: as many as pay, by what was measured in the request.",
+        None, parse_drafts, "Tokens that --speculation drafts at a time at most, or auto: as many as pay, by what was measured in the request.",
         shown="the source's own: 8", metavar="N", upstream=True, server=True,
     )  # fmt: skip
     ssd_cache: Path | None = _setting(
@@ -209,8 +220,8 @@ def add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
     Values are parsed by `resolve`, so that flags, environment and keywords fail alike.
     """
     for f in fields(Settings):
-        if f.metadata["parse"] is drafts and (theirs := group._option_string_actions.get(flag(f.name))) is not None:
-            theirs.type = drafts  # upstream's flag, which takes a number
+        if f.metadata["parse"] is parse_drafts and (theirs := group._option_string_actions.get(flag(f.name))) is not None:
+            theirs.type = parse_drafts  # upstream's flag, which takes a number
         if command == "server" and f.metadata["upstream"]:
             continue
         if command != "server" and f.metadata["server"]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mlx_lm_tiered import disable, enable, stats
 
 from ..caches import lend
-from ..speculation.choose import AUTO
+from ..settings import AUTO
 from .in_process import prefilled
 from .report import spread
 from .text import document

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from mlx_lm_hooks import Invocation, UsageError
 
-AUTO = "auto"
+from ..settings import AUTO
+
 # More than any draft is worth, and few enough that all positions' logits fit.
 MOST = 64
 # Upstream's default, which it needs where drafts are ours.
 UPSTREAM = 3
-
-
-def drafts(text: str | int) -> int | str:
-    """``auto`` or a number. Raises ValueError."""
-    if text == AUTO:
-        return AUTO
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is neither auto nor a number") from None
 
 
 def check(speculation: str, tokens: int | str | None, invocation: Invocation) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from mlx_lm_hooks import Speculator, SpeculativeRow
 
 from ..caches import UnknownCacheClass, kind_of
+from ..settings import AUTO
 from ..statistics import Statistics
 from .auto import Auto, Chooser
-from .choose import AUTO
 from .executor import Executor
 from .rollback import singles
 from .source import Drafter, DraftSource

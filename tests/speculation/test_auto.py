@@ -9,8 +9,8 @@ import pytest
 from families import build
 from speculative_runs import Known, generate, plain, speculation
 
+from mlx_lm_tiered.settings import AUTO
 from mlx_lm_tiered.speculation.auto import ALLOWED, CHOICES, FIRST, MEASURED, Auto
-from mlx_lm_tiered.speculation.choose import AUTO
 
 STEP = 0.01
 
