@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from ..turboquant import codebooks
 
-if TYPE_CHECKING:  # settings name layouts, and commands that need no mlx read settings
+if TYPE_CHECKING:  # settings name layouts, and commands that need neither mlx nor numpy read settings
     import mlx.core as mx
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
@@ -78,6 +76,7 @@ class Layout(NamedTuple):
 def table(bits: int) -> mx.array:
     """What TurboQuant's values are looked up in, uint32 (1, 1, 1, entries): centroids as halves, or up to 3 bits two, by the codes of two tokens."""
     import mlx.core as mx
+    import numpy as np
 
     halves = (np.array(codebooks.code_book(bits), np.float32) / Layout.turboquant(8, bits).lowered).astype(np.float16).view(np.uint16).astype(np.uint32)
     found = (halves[:, None] << 16 | halves).ravel() if bits <= 3 else halves
