@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
-from .kind import Dump, Kind, Tensor, room, share, total_nbytes
+from .kind import Dump, Kind, Tensor, Trimmed, room, share, total_nbytes
 from .untrusted import Reader
 
 TOKEN_AXIS = 2
@@ -69,7 +69,7 @@ class _FromFirst(_Tokens):
         """Refuse loaded arrays that such a cache cannot have."""
 
 
-class PlainKind(_FromFirst):
+class PlainKind(Trimmed, _FromFirst):
     """KVCache: grows in steps, so slots behind `offset` are slack."""
 
     name = "kv"
@@ -77,12 +77,6 @@ class PlainKind(_FromFirst):
 
     def signature(self, cache: Any) -> str:
         return "kv:plain"
-
-    def unwinds(self, cache: Any, whole: bool) -> bool:
-        return True
-
-    def unwind(self, cache: Any, n: int) -> None:
-        cache.trim(n)
 
     def _slots(self, cache: Any, n: int | None) -> int:
         capacity = cache.keys.shape[TOKEN_AXIS]

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from .attention import TOKEN_AXIS
-from .kind import Dump, Kind, Tensor, share, total_nbytes
+from .kind import Dump, Kind, Tensor, Trimmed, share, total_nbytes
 from .rotating import unwind_ring
 from .untrusted import INDICES, Reader
 
@@ -58,7 +58,7 @@ class _Batch(Kind):
             setattr(cache, name, array)
 
 
-class BatchKind(_Batch):
+class BatchKind(Trimmed, _Batch):
     """BatchKVCache: slots behind `_idx` are slack."""
 
     name = "batch-kv"
@@ -67,12 +67,6 @@ class BatchKind(_Batch):
 
     def signature(self, cache: Any) -> str:
         return "batch:kv:plain"
-
-    def unwinds(self, cache: Any, whole: bool) -> bool:
-        return True
-
-    def unwind(self, cache: Any, n: int) -> None:
-        cache.trim(n)
 
     def lend(self, cache: Any, n: int | None = None) -> Any:
         lent = type(cache)([0])

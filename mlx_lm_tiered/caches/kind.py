@@ -113,6 +113,16 @@ class Kind:
         return None
 
 
+class Trimmed(Kind):
+    """Caches of which the last tokens can always go by their own `trim`."""
+
+    def unwinds(self, cache: Any, whole: bool) -> bool:
+        return True
+
+    def unwind(self, cache: Any, n: int) -> None:
+        cache.trim(n)
+
+
 _by_class: dict[str, Kind] = {}
 _by_name: dict[str, Kind] = {}
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..schemes.caches import PARTS
 from .attention import TOKEN_AXIS
-from .kind import Dump, Kind, Tensor, room, share, total_nbytes
+from .kind import Dump, Tensor, Trimmed, room, share, total_nbytes
 from .untrusted import FLOATS, Reader
 
 # Upstream converts a plain cache at some token; later tokens attended to rounded
@@ -35,7 +35,7 @@ def check_triple(reader: Reader, side: str, triple: Sequence[mx.array], bits: in
         raise reader.fault(f"the {side} have impossible shapes")
 
 
-class QuantizedKind(Kind):
+class QuantizedKind(Trimmed):
     """Cuts down to the token at which it was converted, kept in the attribute `minimum_reusable_offset`."""
 
     name = "kv-quantized"
@@ -116,12 +116,6 @@ class QuantizedKind(Kind):
         if packed.shape[TOKEN_AXIS] < cache.offset:
             raise reader.fault(f"{packed.shape[TOKEN_AXIS]} slots cannot hold {cache.offset} tokens")
         return packed, scales, biases
-
-    def unwinds(self, cache: Any, whole: bool) -> bool:
-        return True
-
-    def unwind(self, cache: Any, n: int) -> None:
-        cache.trim(n)
 
     def nbytes(self, cache: Any) -> int:
         return 0 if cache.keys is None else total_nbytes([*cache.keys, *cache.values])
