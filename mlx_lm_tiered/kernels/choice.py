@@ -89,12 +89,11 @@ class Kernels:
         if self.state != "on":
             return None
         form = encode.Form(key_bits, value_bits, keys.shape[3], keys.shape[1], keys.dtype)
-        right = self._encodes.get(form)
-        if right is None:
-            if not encode.supports(form, keys, values):
-                return None
-            right = self._encodes[form] = self._found(f"encoding kernel for turbo:k{key_bits}v{value_bits} in heads of {form.dim}", lambda: encode.right(form))
-        return encode.encode(form, keys, values) if right and encode.supports(form, keys, values) else None
+        if not encode.supports(form, keys, values):
+            return None
+        if form not in self._encodes:
+            self._encodes[form] = self._found(f"encoding kernel for turbo:k{key_bits}v{value_bits} in heads of {form.dim}", lambda: encode.right(form))
+        return encode.encode(form, keys, values) if self._encodes[form] else None
 
     def _found(self, what: str, right: Callable[[], bool]) -> bool:
         """Whether a self-test passes; if not, the fault is told."""

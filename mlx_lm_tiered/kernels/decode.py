@@ -147,21 +147,11 @@ def options(language: str, rows: int, kv_heads: int, form: Format, tuning: Tunin
     return Options(parts, parts_constants, merge, merge_constants, (warps, tuning.resident if warps == tuning.warps else 0))
 
 
-@cache
-def _kernel(language: str, names: tuple[str, ...], constants: tuple[tuple[str, Any], ...], inputs: tuple[str, ...], outputs: tuple[str, ...], bounds: tuple[int, int]) -> Any:
-    """One of mlx's: `names` are the files of its body. Views are read by their strides, so nothing is made contiguous."""
-    make, header = (mx.fast.metal_kernel, source.header("metal")) if language == "metal" else (mx.fast.cuda_kernel, source.bounded(*bounds))
-    text = source.constants(language, constants) + source.body(language, *names)
-    # mlx keeps compiled kernels, on disk too, by name alone.
-    name = f"tiered_{names[0].partition('.')[0]}_{source.digest(language, header, text)}"
-    return make(name=name, input_names=list(inputs), output_names=list(outputs), header=header, source=text, ensure_row_contiguous=False)
-
-
 def kernels(language: str, found: Options, turbo: bool) -> tuple[Any, Any]:
     """mlx's two for these options."""
-    parts = _kernel(language, ("decode.body",), tuple(found.parts_constants.items()), tuple(INPUTS), tuple(PARTS), found.bounds)
+    parts = source.kernel(language, ("decode.body",), tuple(found.parts_constants.items()), tuple(INPUTS), tuple(PARTS), found.bounds)
     end, more = ("unrotated.body", ("signs",)) if turbo else ("written.body", ())
-    merge = _kernel(language, ("merge.body", end), tuple(found.merge_constants.items()), (*PARTS, *more), ("out",), (0, 0))
+    merge = source.kernel(language, ("merge.body", end), tuple(found.merge_constants.items()), (*PARTS, *more), ("out",))
     return parts, merge
 
 

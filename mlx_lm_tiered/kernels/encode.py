@@ -33,18 +33,17 @@ def encode(form: Form, keys: mx.array, values: mx.array) -> list[mx.array]:
     rows, heads, tokens, dim = keys.shape
     groups, language = dim // codebooks.GROUP, dialect()
     widths = (groups * form.key_bits, 2 * groups, groups * form.value_bits, groups)
-    return _kernel(language, form)(
+    return kernel(language, form)(
         inputs=[keys, values, *_constants(form.value_bits, dim)],
         grid=(tokens * dim, rows * heads, 1), threadgroup=(dim, 1, 1),
         output_shapes=[(rows, heads, tokens, width) for width in widths], output_dtypes=[mx.uint32, mx.float16] * 2,
     )  # fmt: skip
 
 
-def text(language: str, form: Form) -> str:
-    """The constants before the body."""
-    named = {"D": form.dim, "KB": form.key_bits, "VB": form.value_bits, "HEADS": form.heads}
-    floats = {"FURTHEST": codec.FURTHEST_ZERO[form.key_bits], "SMALLEST": codec.SMALLEST}
-    return source.constants(language, named.items()) + "".join(f"constexpr float {name} = {value!r}f;\n" for name, value in floats.items())
+def constants(form: Form) -> dict[str, int | float]:
+    """Of the text."""
+    furthest, smallest = codec.FURTHEST_ZERO[form.key_bits], codec.SMALLEST
+    return {"D": form.dim, "KB": form.key_bits, "VB": form.value_bits, "HEADS": form.heads, "FURTHEST": furthest, "SMALLEST": smallest}
 
 
 def supports(form: Form, keys: mx.array, values: mx.array) -> bool:
@@ -53,12 +52,9 @@ def supports(form: Form, keys: mx.array, values: mx.array) -> bool:
 
 
 @cache
-def _kernel(language: str, form: Form) -> Any:
-    make = mx.fast.metal_kernel if language == "metal" else mx.fast.cuda_kernel
-    whole = text(language, form) + source.body(language, "encode.body")
-    header = source.header(language)
-    name = f"tiered_encode_{source.digest(language, header, whole)}"
-    return make(name=name, input_names=list(INPUTS), output_names=list(OUTPUTS), header=header, source=whole, ensure_row_contiguous=False)
+def kernel(language: str, form: Form) -> Any:
+    """mlx's for a form."""
+    return source.kernel(language, ("encode.body",), tuple(constants(form).items()), INPUTS, OUTPUTS)
 
 
 @cache

@@ -26,6 +26,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -74,10 +75,27 @@ TYPES = {
 }
 
 
-def constants(dialect: str, named: Iterable[tuple[str, int | mx.Dtype]], types: Mapping[mx.Dtype, str] | None = None) -> str:
+def constants(named: Iterable[tuple[str, int | float | mx.Dtype]], types: Mapping[mx.Dtype, str]) -> str:
     """Of a kernel, at the head of its body. mlx has template arguments for this, which it would look at in each call."""
-    types = types or TYPES.get(dialect, {})
-    return "".join(f"using {name} = {types[value]};\n" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};\n" for name, value in named)
+    lines = []
+    for name, value in named:
+        if isinstance(value, mx.Dtype):
+            lines.append(f"using {name} = {types[value]};\n")
+        else:
+            lines.append(f"constexpr float {name} = {value!r}f;\n" if isinstance(value, float) else f"constexpr int {name} = {value};\n")
+    return "".join(lines)
+
+
+@cache
+def kernel(
+    dialect: str, names: tuple[str, ...], named: tuple[tuple[str, Any], ...], inputs: tuple[str, ...], outputs: tuple[str, ...], bounds: tuple[int, int] = (0, 0)
+) -> Any:
+    """mlx's, of the body in the files of these names. Views are read by their strides, so nothing is made contiguous."""
+    make, before = (mx.fast.metal_kernel, header("metal")) if dialect == "metal" else (mx.fast.cuda_kernel, bounded(*bounds))
+    whole = constants(named, TYPES[dialect]) + body(dialect, *names)
+    # mlx keeps compiled kernels, on disk too, by name alone.
+    name = f"tiered_{names[0].partition('.')[0]}_{digest(dialect, before, whole)}"
+    return make(name=name, input_names=list(inputs), output_names=list(outputs), header=before, source=whole, ensure_row_contiguous=False)
 
 
 @cache

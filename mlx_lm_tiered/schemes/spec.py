@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
+from ..kernels.layout import AFFINE_BITS as BITS
+from ..kernels.layout import AFFINE_GROUPS as GROUPS
 from ..kernels.layout import Layout
 from ..turboquant.codebooks import GROUP, KEY_BITS, VALUE_BITS, VERSION, unfit
 
-BITS = (2, 3, 4, 5, 6, 8)
-GROUPS = (32, 64, 128)
 DEFAULT_GROUP = 64
 FORMS = "bf16, affine:BITS[:GROUP][@START], turbo[:kBITSvBITS][@START] or config[:PATH]"
 

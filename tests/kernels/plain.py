@@ -51,7 +51,7 @@ def turbo(key_bits: int, value_bits: int, dim: int, **more: Any) -> Shape:
 
 
 def constants(named: dict[str, Any]) -> str:
-    return source.constants("plain", named.items(), TYPES)
+    return source.constants(named.items(), TYPES)
 
 
 def text(shapes: list[Shape]) -> str:
@@ -83,17 +83,23 @@ return fibers::run_grid(bodies[2 * which + merge], grid, threads);
     return "".join(out)
 
 
+def compiled(text: str, directory: Path) -> Any:
+    """A library with a text's `run`, which returns a bool."""
+    (directory / "plain.cpp").write_text(text)
+    command = ["c++", "-std=c++17", "-O0", "-fno-strict-aliasing", f"-I{Path(__file__).parent}", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "plain.cpp", "-o", "plain.so"]
+    done = subprocess.run(command, check=False, cwd=directory, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    library = ctypes.CDLL(str(directory / "plain.so"))
+    library.run.restype = ctypes.c_bool
+    return library
+
+
 class Library:
     """The shapes' kernels, compiled into `directory`."""
 
     def __init__(self, shapes: list[Shape], directory: Path):
         self._numbers = {shape: number for number, shape in enumerate(shapes)}
-        (directory / "plain.cpp").write_text(text(shapes))
-        command = ["c++", "-std=c++17", "-O0", "-fno-strict-aliasing", f"-I{Path(__file__).parent}", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "plain.cpp", "-o", "plain.so"]
-        done = subprocess.run(command, check=False, cwd=directory, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        self._run = ctypes.CDLL(str(directory / "plain.so")).run
-        self._run.restype = ctypes.c_bool
+        self._run = compiled(text(shapes), directory).run
 
     def decode(self, shape: Shape, q: mx.array, keys: Any, values: Any, slots: int, mask: np.ndarray | None, splits: int) -> np.ndarray:
         """As `kernels.decode.decode`, over whole buffers of which `slots` are held; in fp32."""

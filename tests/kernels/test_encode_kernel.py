@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,19 +42,14 @@ class Plain:
         out = ['#include "plain.inc"\n', source.text("common.inc"), "}\nusing namespace decode_attention;\n"]
         out.append("static const void* in[5]; static void* out[4]; static const long* strides[2];\n")
         for number, form in enumerate(forms):
-            out.append(f"static void body_{number}() {{\nusing T = {plain.TYPES[form.dtype]};\n{encode.text('plain', form)}")
+            out.append(f"static void body_{number}() {{\nusing T = {plain.TYPES[form.dtype]};\n{plain.constants(encode.constants(form))}")
             out += [f"const auto* {name} = (const {WIDTHS[name]}*)in[{i}];\n" for i, name in enumerate(INPUTS)]
             out += [f"auto* {name} = ({WIDTHS[name]}*)out[{i}];\n" for i, name in enumerate(OUTPUTS)]
             out.append(f"const long *keys_strides = strides[0], *values_strides = strides[1];\n{source.text('encode.body')}}}\n")
         bodies = ", ".join(f"body_{number}" for number in range(len(forms)))
         out.append(f'extern "C" bool run(int which, const void** i, void** o, const long** s, const int* grid, int threads) {{\nstatic void (*bodies[])() = {{{bodies}}};\n')
         out.append("for (int n = 0; n < 5; ++n) in[n] = i[n];\nfor (int n = 0; n < 4; ++n) out[n] = o[n];\nstrides[0] = s[0]; strides[1] = s[1];\nreturn fibers::run_grid(bodies[which], grid, threads);\n}\n")
-        (directory / "encode.cpp").write_text("".join(out))
-        command = ["c++", "-std=c++17", "-O0", f"-I{Path(__file__).parent}", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "encode.cpp", "-o", "encode.so"]
-        done = subprocess.run(command, check=False, cwd=directory, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        self._run = ctypes.CDLL(str(directory / "encode.so")).run
-        self._run.restype = ctypes.c_bool
+        self._run = plain.compiled("".join(out), directory).run
 
     def __call__(self, form: Form, keys: mx.array, values: mx.array) -> list[np.ndarray]:
         rows, heads, tokens, dim = keys.shape
@@ -81,7 +75,7 @@ class Metal:
             shapes = [(1, form.heads, 4, width) for width in sizes(form)]
             options = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": shapes, "output_dtypes": [mx.uint32, mx.float16] * 2}
             inputs = [keys, keys, *encode._constants(form.value_bits, form.dim)]
-            self._kernels.append(metal.written(encode._kernel("metal", form), options, inputs, source.header("metal")))
+            self._kernels.append(metal.written(encode.kernel("metal", form), options, inputs, source.header("metal")))
         self._library = metal.linked(self._kernels, directory)
 
     def __call__(self, form: Form, keys: mx.array, values: mx.array) -> list[np.ndarray]:
