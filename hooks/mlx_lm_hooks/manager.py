@@ -12,7 +12,8 @@ import pluggy
 
 from . import specs
 from .markers import PROJECT
-from .types import Admission, Engine, GenerationCheckpoints, Host, Invocation, KVScheme, ModelSource, PluginError, PrefixCache, Refused, Route, Row, Serves, Speculation, UsageError
+from .speculation import Speculation
+from .types import Admission, Engine, GenerationCheckpoints, Host, Invocation, KVScheme, ModelSource, PluginError, PrefixCache, Refused, Route, Row, Serves, UsageError
 
 PLUGIN_GROUP = "mlx_lm.plugins"
 HOST_GROUP = "mlx_lm.host"

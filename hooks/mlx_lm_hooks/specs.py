@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .markers import hookspec
-from .types import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Refused, Route, Row, Serves, Speculation
+from .speculation import Speculation
+from .types import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Refused, Route, Row, Serves
 
 
 @hookspec

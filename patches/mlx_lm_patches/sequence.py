@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mlx_lm_hooks.types import Speculator
+from mlx_lm_hooks.speculation import Speculator
 
 from . import usage
 from .progress import Progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_lm_hooks.types import Speculator
+from mlx_lm_hooks.speculation import Speculator
 
 from .isolation import Row
 from .runtime import Runtime
