@@ -29,11 +29,16 @@ class ServerFailed(Exception):
     """A server process did not start, or ended when it should not have. The text ends with its log's last lines."""
 
 
-def free_port() -> int:
-    """A TCP port of the loopback address that nothing listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def reserved_port() -> socket.socket:
+    """A socket on a free port of the loopback address, which the system gives to nobody else who lets it choose while the socket is open.
+
+    On Linux a server can listen there all the same, as it asks for the address by
+    number and with SO_REUSEADDR (``http.server`` does); elsewhere close the socket first.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def tiered_flags(directory: str | os.PathLike[str] | None, *more: str) -> list[str]:
@@ -77,7 +82,11 @@ class Server(Client):
         start_timeout: float = 120.0,
         wait: bool = True,
     ):
-        super().__init__("127.0.0.1", free_port())
+        # Held until the process is gone: it takes seconds to listen, and another's answers on its port would be taken for its own.
+        self._port = reserved_port()
+        super().__init__("127.0.0.1", self._port.getsockname()[1])
+        if sys.platform != "linux":
+            self._port.close()
         self.model = str(model)
         self.log_path = Path(log)
         self.argv = [*command, "--model", self.model, "--port", str(self.port), *flags]
@@ -107,8 +116,8 @@ class Server(Client):
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if not self.running:
-            return
-        if kind is None:
+            self._port.close()
+        elif kind is None:
             self.terminate()
         else:
             # Nobody waits for its answer any more, and a kill harms no entry.
@@ -147,15 +156,18 @@ class Server(Client):
         """SIGTERM, then wait for the end. Returns the exit code; ServerFailed after `timeout` seconds."""
         self.signal(signal.SIGTERM)
         try:
-            return self.process.wait(timeout)
+            code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             raise ServerFailed(f"the server did not stop within {timeout:g} s\n{self.log()[-LOG_TAIL:]}") from None
+        self._port.close()
+        return code
 
     def kill(self) -> None:
         """SIGKILL, then wait for the end."""
         self.process.kill()
         self.process.wait()
+        self._port.close()
 
 
 def stock(model: str | os.PathLike[str], log: str | os.PathLike[str], *flags: str, **options: Any) -> Server:

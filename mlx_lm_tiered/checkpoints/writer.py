@@ -22,8 +22,9 @@ PIECE = 256 << 10  # bytes between two rests
 class CheckpointWriter:
     """Holds at most `max_bytes` of snapshots that wait (the newest is never dropped for it), one for each request.
 
-    A newer snapshot takes the place of a waiting one of its request; the file on disk
-    stays valid until the newer one is in place. `busy()` says whether rows decode.
+    A newer snapshot takes the place of a waiting one of its request, in the queue too:
+    behind the others' it would wait for ever, where they come faster than they are
+    written. The file on disk stays valid until the newer one is in place. `busy()` says whether rows decode.
     """
 
     def __init__(self, store: ColdStore, busy: Callable[[], bool], max_bytes: int):
@@ -56,11 +57,12 @@ class CheckpointWriter:
             if self._closing or snapshot.attempt.completed:
                 return
             self._lost.discard(snapshot.attempt.place)
-            for other in self._waiting(snapshot.attempt):
-                self._work.remove(other)
+            if waiting := self._waiting(snapshot.attempt):
+                self._work[self._work.index(waiting[0])] = snapshot
                 self._counts["superseded"] += 1
-            self._work.append(snapshot)
-            self._enforce_cap()
+            else:
+                self._work.append(snapshot)
+            self._enforce_cap(snapshot)
             self._condition.notify_all()
 
     def void(self, attempt: Attempt) -> None:
@@ -213,12 +215,14 @@ class CheckpointWriter:
             if not self._closing and not self._flushing:
                 self._condition.wait(seconds)
 
-    def _enforce_cap(self) -> None:
+    def _enforce_cap(self, newest: Snapshot) -> None:
         waiting = [w for w in self._work if isinstance(w, Snapshot)]
         total = sum(snapshot.nbytes for snapshot in waiting)
-        for victim in waiting[:-1]:
+        for victim in waiting:
             if total <= self.max_bytes:
                 break
+            if victim is newest:
+                continue
             self._work.remove(victim)
             total -= victim.nbytes
             self._counts["dropped"] += 1

@@ -7,10 +7,13 @@ writing anything.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import io
 import mmap
 import sys
+import time
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -21,6 +24,7 @@ import numpy as np
 HUGE = 4 << 20  # bytes from which on memory is asked for in huge pages, as numpy does for its own arrays
 _HUGE_PAGE = 2 << 20
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
+_LETTING_GO = 5.0  # seconds, the longest that the end of the process is held up
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
@@ -120,12 +124,31 @@ class _Unread:
         return count
 
 
+# Those that mlx may still hold. Without callbacks: one would be bytecode on mlx's thread, which can lose the interpreter there.
+_readers: list[weakref.ref[_Unread]] = []
+
+
 def _unfilled(shape: tuple[int, ...], itemsize: int) -> mx.array:
+    reader = _Unread(shape, itemsize)
+    _readers[:] = [*(one for one in _readers if one() is not None), weakref.ref(reader)]
     # On the processor's stream: a GPU's would take the memory over and copy it.
-    array = mx.load(_Unread(shape, itemsize), format="npy", stream=mx.cpu)
+    array = mx.load(reader, format="npy", stream=mx.cpu)
     if not isinstance(array, mx.array) or array.shape != shape or array.dtype != _UNSIGNED[itemsize]:
         raise TypeError("mx.load made something else of a file in numpy's format")
     return array
+
+
+@atexit.register
+def _let_go() -> None:
+    """Wait until mlx has let go of all that answered its reads.
+
+    A thread of mlx's does that a moment after the read, and asks for the interpreter.
+    Once that is being finalized whoever asks is ended, inside a C++ destructor, which
+    aborts the process (backtrace: the task of ``Load::eval_cpu``, mlx 0.32.4).
+    """
+    until = time.monotonic() + _LETTING_GO
+    while any(one() is not None for one in _readers) and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 @cache

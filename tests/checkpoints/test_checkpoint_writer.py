@@ -154,6 +154,21 @@ def test_a_newer_one_takes_the_place_of_a_waiting_one_and_the_cap_holds(store):
     writer.close()
 
 
+def test_rows_take_turns_although_newer_ones_come_faster_than_they_are_written(store, writer):
+    """Each row's newest is offered again before the other's is written: the one that waits longer is written first all the same."""
+    first, second = Row(), Row()
+    ones = attempt("first"), attempt("second")
+    with writer._condition:
+        for _ in range(4):
+            save(writer, ones[0], first.emit(8))
+            save(writer, ones[1], second.emit(8))
+        waiting = [work.attempt for work in writer._work]
+        save(writer, ones[0], first.emit(8))
+        assert [work.attempt for work in writer._work] == waiting == list(ones)
+    assert writer.flush(10) == (0, 0) and writer.stats()["superseded"] == 7
+    assert newest(store, ones[0]).length == 80 and newest(store, ones[1]).length == 72
+
+
 def test_what_cannot_be_written_is_lost_until_the_next_is(store, writer, monkeypatch):
     row, one = Row(), attempt()
     save(writer, one, row.emit(8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from cold_helpers import grown, job, restore, same, save, scanned
 
 from mlx_lm_tiered.cold import arrays, parallel, reader
+from mlx_lm_tiered.cold import fresh as freshly
 from mlx_lm_tiered.cold.fresh import fresh
 
 
@@ -27,6 +29,18 @@ def test_fresh_memory_is_the_arrays_own(dtype):
         wanted = mx.ones if number % 2 else mx.zeros
         raw = array.view(mx.uint16) if dtype == mx.bfloat16 else array
         assert mx.array_equal(raw, wanted(raw.shape, dtype=raw.dtype)).item()
+
+
+def test_the_process_does_not_end_before_mlx_has_let_go_of_what_answered_its_reads():
+    """mlx does that on a thread of its own a moment later; see `_let_go`. Here the moment is made long."""
+    made = [fresh((3, 1000), mx.float32) for _ in range(20)]
+    freshly._let_go()
+    assert len(made) == 20 and [one for one in freshly._readers if one() is not None] == []
+    held = [freshly._Unread((3,), 4)]
+    freshly._readers.append(weakref.ref(held[0]))
+    threading.Timer(0.2, held.clear).start()
+    freshly._let_go()
+    assert held == []
 
 
 def test_the_room_behind_the_tokens_is_empty_whatever_the_memory_held(tmp_path, monkeypatch):

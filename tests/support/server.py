@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any
 
 from mlx_lm_tiered.bench.client import Answer, Client, RequestFailed
-from mlx_lm_tiered.bench.server import STOCK, Server, ServerFailed, free_port, stock, tiered_flags
+from mlx_lm_tiered.bench.server import STOCK, Server, ServerFailed, stock, tiered_flags
 
 __all__ = [
     "STOCK",
@@ -23,7 +23,6 @@ __all__ = [
     "RequestFailed",
     "Server",
     "ServerFailed",
-    "free_port",
     "stock",
     "tiered",
     "tiered_flags",
