@@ -23,6 +23,16 @@ class Held:
         self.buffers, self.slots, self.layout = buffers, slots, layout
         self._cut, self._made = cut, None
 
+    # A layer that reads another's has no cache to tell that they are not plain: see the seam of mlx-lm's attention.
+
+    @property
+    def bits(self) -> int:
+        return self.layout.key_bits
+
+    @property
+    def group_size(self) -> int:
+        return self.layout.group_size
+
     def cut(self) -> Any:
         """The arrays of the tokens alone, as a cache hands them out without kernels."""
         if self._made is None:

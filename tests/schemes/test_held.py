@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from families import build
 from mlx_lm.models import cache
+from scheme_families import WIDE, wide
 from scheme_runs import alone, batch, prompt, scheme
 
 from mlx_lm_tiered.kernels.choice import Kernels
@@ -29,12 +30,12 @@ def attention_off() -> None:
     Single.lean = False
 
 
-@pytest.mark.parametrize(("name", "text"), [("dense64", "affine:8:32"), ("dense64", "turbo"), ("kv-shared64", "turbo:k8v4@47"), ("sliding64", "affine:4:32"), ("sliding64", "turbo@60")])
+@pytest.mark.parametrize(("name", "text"), [("dense64", "affine:8:32"), ("dense64", "turbo"), ("kv-shared64", "turbo:k8v4@47"), ("kv-donors", "affine:8:32"), ("sliding64", "affine:4:32"), ("sliding64", "turbo@60")])
 def test_tokens_are_the_same(name: str, text: str, lean: None) -> None:
     """Over the border at which buffers grow, from one request and from rows of a batch."""
     requests = [(0, prompt(230, 1), 40), (3, prompt(60, 2), 12)]
     with scheme(text):
-        model, _ = build(name)
+        model = wide(name) if name in WIDE else build(name)[0]
         assert Single.lean
         ours = [alone(model, tokens, count, step=48) for _, tokens, count in requests], batch(model, requests)
         Single.lean = False
