@@ -7,8 +7,10 @@ search: pairs of tokens, the last place of each, and for each place the one befo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from .source import NONE, Draft
 
 # Tokens that must agree before a draft, the pending one among them: at first, and after a draft of which something was right.
 LEAST = 3
@@ -46,13 +48,15 @@ class NGramDrafter:
     def hopes(self, tokens: Sequence[int]) -> bool:
         return bool(self._matches(tokens))
 
-    def draft(self, tokens: Sequence[int], pending: int, most: int, caches: Sequence[Any] = ()) -> list[int]:
+    def draft(
+        self, tokens: Sequence[int], pending: int, most: int, caches: Sequence[Any] = (), probabilities: Callable[[Any], Any] | None = None
+    ) -> Draft:
         found = [(length, place) for length, place in self._matches(tokens) if tokens[place + 1] == pending]
         if not found:
             self._vain += 1
             if self._vain % PATIENCE == 0:
                 self._ask_for_more()
-            return []
+            return NONE
         length, place = max(found)
         drafts: list[int] = []
         # A short match promises little.
@@ -60,7 +64,7 @@ class NGramDrafter:
             # Behind the end a repetition goes on with what was drafted of it.
             past = at - len(tokens)
             drafts.append(tokens[at] if past < 0 else pending if past == 0 else drafts[past - 1])
-        return drafts
+        return Draft(drafts)
 
     def verified(self, drafted: int, accepted: int) -> None:
         if accepted:

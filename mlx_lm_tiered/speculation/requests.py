@@ -15,7 +15,7 @@ from ..statistics import Statistics
 from .auto import Auto, Chooser
 from .executor import Executor
 from .rollback import singles
-from .source import Drafter, DraftSource
+from .source import NONE, Draft, Drafter, DraftSource
 from .tally import Tally
 
 logger = logging.getLogger("mlx_lm_tiered")
@@ -73,12 +73,13 @@ class _Request:
         if most < 1:
             return False
         try:
-            drafts = self._drafted_by(self._drafter, row, most) if self._drafter.hopes(row.tokens) else []
+            draft = self._drafted_by(self._drafter, row, most) if self._drafter.hopes(row.tokens) else NONE
         except Exception as error:
             # Nothing was forwarded yet: the request goes on without drafts.
             self._drafter = None
             self._statistics.fault("drafting", f"drafting failed: {type(error).__name__}: {error}; the request decodes plainly")
             return False
+        drafts = draft.tokens[:most]
         if not drafts:
             return False
         accepted = self._executor.round(row, drafts)
@@ -88,11 +89,11 @@ class _Request:
             self._chooser.verified(len(drafts), accepted)
         return True
 
-    def _drafted_by(self, drafter: Drafter, row: SpeculativeRow, most: int) -> list[int]:
+    def _drafted_by(self, drafter: Drafter, row: SpeculativeRow, most: int) -> Draft:
         pending = row.pending  # waits
         if self._chooser is not None:
             self._chooser.waited()
-        return drafter.draft(row.tokens, pending, most, row.caches)[:most]
+        return drafter.draft(row.tokens, pending, most, row.caches)
 
     def rewind(self, row: SpeculativeRow, count: int) -> None:
         self._executor.rewind(row, count)

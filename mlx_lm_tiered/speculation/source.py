@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Draft(NamedTuple):
+    """Tokens expected behind the pending one, and from what each was drawn.
+
+    `probabilities` (tokens, vocabulary), float32, are what each token was drawn from at
+    random, given those before it; None where the drafter drew nothing: its tokens are certain, as
+    those that it finds or thinks most likely.
+    """
+
+    tokens: list[int]
+    probabilities: Any = None
+
+
+NONE = Draft([])
 
 
 class Drafter(Protocol):
@@ -15,8 +30,15 @@ class Drafter(Protocol):
         `tokens` only grows between calls.
         """
 
-    def draft(self, tokens: Sequence[int], pending: int, most: int, caches: Sequence[Any]) -> list[int]:
-        """Up to `most` (at least 1) tokens expected behind `tokens` and `pending`; none when nothing is. `caches` are the model's, which hold `tokens`."""
+    def draft(
+        self, tokens: Sequence[int], pending: int, most: int, caches: Sequence[Any], probabilities: Callable[[Any], Any] | None = None
+    ) -> Draft:
+        """Up to `most` (at least 1) tokens expected behind `tokens` and `pending`; `NONE` when nothing is. `caches` are the model's, which hold `tokens`.
+
+        Where `probabilities` is given, drafts may be drawn at random. It makes of log-probabilities (positions, vocabulary) what
+        the request's sampler draws from, with its temperature and all; a draft drawn from that is accepted most often. It must then come with
+        its probabilities. Where it is None, a draft has to be certain.
+        """
 
     def verified(self, drafted: int, accepted: int) -> None:
         """What became of the last draft."""

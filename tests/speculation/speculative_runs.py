@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from mlx_lm_hooks import disable, enable
 from mlx_lm_tiered.plugin import current
 from mlx_lm_tiered.speculation import ngram
+from mlx_lm_tiered.speculation.source import Draft
 
 
 class Ended(NamedTuple):
@@ -28,11 +29,11 @@ class Known:
     def hopes(self, tokens: Sequence[int]) -> bool:
         return True
 
-    def draft(self, tokens: Sequence[int], pending: int, most: int, caches: Any) -> list[int]:
+    def draft(self, tokens: Sequence[int], pending: int, most: int, caches: Any, probabilities: Any = None) -> Draft:
         at = len(tokens) - self.start
         right, self.count = self.count % (most + 1), self.count + 1
         following = self.answer[at + 1 : at + 1 + most]
-        return [token if place < right else (token + 1) % 100 + 3 for place, token in enumerate(following)]
+        return Draft([token if place < right else (token + 1) % 100 + 3 for place, token in enumerate(following)])
 
     def verified(self, drafted: int, accepted: int) -> None:
         assert accepted <= drafted

@@ -11,6 +11,7 @@ from speculative_runs import Known, generate, plain, speculation
 
 from mlx_lm_tiered.settings import AUTO
 from mlx_lm_tiered.speculation.auto import ALLOWED, CHOICES, FIRST, MEASURED, Auto
+from mlx_lm_tiered.speculation.source import Draft
 
 STEP = 0.01
 
@@ -186,10 +187,10 @@ def test_whatever_it_chooses_the_tokens_are_plain_decodings(family: str):
 
 def test_a_source_of_nonsense_ends_at_no_drafts():
     class Nonsense(Known):
-        def draft(self, tokens, pending, most, caches):
+        def draft(self, tokens, pending, most, caches, probabilities=None):
             clock.now += 0.5
             following = self.answer[len(tokens) - self.start + 1 :][:most]
-            return [(token + 17) % 1000 for token in following]
+            return Draft([(token + 17) % 1000 for token in following])
 
     model, _ = build("dense")
     prompt = prompt_of(45)

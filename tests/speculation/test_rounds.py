@@ -9,6 +9,7 @@ from mlx_lm.models.cache import KVCache
 from speculative_runs import Known, generate, generator, plain, speculation
 
 from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.speculation.source import Draft
 from support.models import TINY, document
 
 BATCHED = [family for family in FAMILIES if family not in ("chunked", "compressed", "moe")]  # the first two have no batches, the last has the caches of dense
@@ -157,11 +158,11 @@ def test_logits_processors_see_the_whole_history_and_no_rejected_draft():
 
 def test_a_source_of_nonsense_changes_no_token_and_one_that_fails_is_let_go():
     class Nonsense(Known):
-        def draft(self, tokens, pending, most, caches):
-            return [(token + 17) % 1000 for token in super().draft(tokens, pending, most, caches)]
+        def draft(self, *given):
+            return Draft([(token + 17) % 1000 for token in super().draft(*given).tokens])
 
     class Failing(Known):
-        def draft(self, tokens, pending, most, caches):
+        def draft(self, *given):
             raise RuntimeError("no drafts today")
 
     model, _ = build("sliding")
