@@ -14,6 +14,7 @@ from scheme_families import WIDE, wide
 from scheme_runs import alone, batch, prompt, scheme
 
 from mlx_lm_tiered.kernels.choice import Kernels
+from mlx_lm_tiered.plugin import current
 from mlx_lm_tiered.schemes import attention
 from mlx_lm_tiered.schemes.held import Held
 from mlx_lm_tiered.schemes.lockstep import Single
@@ -38,6 +39,7 @@ def test_tokens_are_the_same(name: str, text: str, lean: None) -> None:
         model = wide(name) if name in WIDE else build(name)[0]
         assert Single.lean
         ours = [alone(model, tokens, count, step=48) for _, tokens, count in requests], batch(model, requests)
+        assert current().report()["faults"] == {}  # the scheme is on
         Single.lean = False
         assert ours == ([alone(model, tokens, count, step=48) for _, tokens, count in requests], batch(model, requests))
 
