@@ -55,6 +55,9 @@ class Speculator(Protocol):
     def usage(self) -> Mapping[str, int]:
         """What the answer's `usage` says about its speculation; asked when the row has ended."""
 
+    def end(self) -> None:
+        """The row has ended or was given up, and no other method is called any more. May be called again."""
+
 
 class Speculation(Protocol):
     """Where requests get their drafts from. Called on the generation thread."""

@@ -28,6 +28,9 @@ class NGramSource:
     name = "ngram"
     tokens = 8
 
+    def refuses(self, model: Any) -> str:
+        return ""
+
     def begin(self, model: Any = None) -> NGramDrafter:
         return NGramDrafter()
 
@@ -71,6 +74,9 @@ class NGramDrafter:
             self._least, self._vain = LEAST, 0
         else:
             self._ask_for_more()
+
+    def end(self) -> None:
+        pass
 
     def _ask_for_more(self) -> None:
         self._least = min(self._least + 1, MOST)

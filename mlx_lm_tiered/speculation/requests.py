@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,17 +31,21 @@ class Speculating:
         self.tokens = tokens if tokens is not None else source.tokens
         self._statistics = statistics
         self._tally = Tally()
+        self._model: Callable[[], Any] = lambda: None  # that was looked at last
         self._refused = ""
 
     def model_loaded(self, model: Any) -> None:
         """Say at once whether this model's requests can speculate."""
         from mlx_lm.models.cache import make_prompt_cache
 
-        self._refused = _refusal(make_prompt_cache(model))
+        self._model = weakref.ref(model)
+        self._refused = _refusal(make_prompt_cache(model)) or self._refused_by_source(model)
         if self._refused:
             logger.warning("speculation %s is not for this model: %s", self._source.name, self._refused)
 
     def begin(self, model: Any, row: SpeculativeRow) -> Speculator | None:
+        if self._model() is not model:
+            self.model_loaded(model)  # a script's
         if self._refused:
             return None
         if reason := _refusal(row.caches):
@@ -49,6 +54,12 @@ class Speculating:
         self._tally.requests += 1
         tokens = self._auto.begin(model) if self.tokens == AUTO else int(self.tokens)
         return _Request(self._source.begin(model), Executor(model, self._tally), tokens, self._statistics)
+
+    def _refused_by_source(self, model: Any) -> str:
+        try:
+            return self._source.refuses(model)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
     def report(self) -> dict[str, Any]:
         """What `/stats` shows."""
@@ -100,6 +111,14 @@ class _Request:
 
     def usage(self) -> dict[str, int]:
         return {"drafted_tokens": self._drafted, "accepted_tokens": self._accepted, "target_calls": self._calls}
+
+    def end(self) -> None:
+        drafter, self._drafter = self._drafter, None
+        try:
+            if drafter is not None:
+                drafter.end()
+        except Exception as error:
+            self._statistics.fault("drafting", f"ending a request's drafts failed: {type(error).__name__}: {error}")
 
 
 def _refusal(caches: Any) -> str:

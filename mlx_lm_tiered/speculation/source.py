@@ -43,12 +43,18 @@ class Drafter(Protocol):
     def verified(self, drafted: int, accepted: int) -> None:
         """What became of the last draft."""
 
+    def end(self) -> None:
+        """The sequence has ended or was given up; nothing is asked any more."""
+
 
 class DraftSource(Protocol):
     """Where drafts come from; one for a run. `tokens` is how many it drafts at a time unless told otherwise."""
 
     name: str
     tokens: int
+
+    def refuses(self, model: Any) -> str:
+        """Why it cannot draft for `model`, in a sentence; empty when it can. It loads what it needs for that. Asked once for a model."""
 
     def begin(self, model: Any) -> Drafter:
         """The drafter of a new sequence that `model` generates."""

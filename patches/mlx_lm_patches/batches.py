@@ -77,7 +77,8 @@ def build(original: type, runtime: Runtime) -> type:
         def remove(self, uids: Any, *args: Any, **kwargs: Any) -> Any:
             self._keep([uid for uid in uids if (row := self._rows.get(uid)) is not None and not row.broken and row.mailbox.stopped])
             for uid in uids:
-                self._rows.pop(uid, None)
+                if (row := self._rows.pop(uid, None)) is not None:
+                    usage.note(runtime, self._generation_batch, row)
             return super().remove(uids, *args, **kwargs)
 
         def _keep(self, uids: list[int]) -> None:

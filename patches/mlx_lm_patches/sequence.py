@@ -73,6 +73,8 @@ def _generate(original: Callable[..., Any], options: dict[str, Any], runtime: Ru
             engine = runtime.here.engine
             if engine is not None and engine.current is not None:
                 usage.tell(runtime, engine.current.context, speculator)
+            with mx.stream(options["stream"]):
+                usage.end(runtime, speculator)
 
 
 def _begun(runtime: Runtime, row: SequenceRow) -> Speculator | None:

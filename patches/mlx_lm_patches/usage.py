@@ -16,10 +16,19 @@ USAGE = "_mlx_lm_patches_speculation"
 
 
 def note(runtime: Runtime, batch: Any, row: Row) -> None:
-    """A row has ended, and its last response was not handed out yet."""
+    """A row has ended, and its last response was not handed out yet; or it was given up."""
     speculator = vars(batch).get(SPECULATORS, {}).get(row.uid)
     if speculator is not None:
         tell(runtime, row.mailbox.context, speculator)
+        end(runtime, speculator)
+
+
+def end(runtime: Runtime, speculator: Speculator) -> None:
+    """Tell a request's speculator that its row is gone."""
+    try:
+        speculator.end()
+    except Exception as error:
+        runtime.fault("ending to speculate", error)
 
 
 def tell(runtime: Runtime, context: Any, speculator: Speculator) -> None:

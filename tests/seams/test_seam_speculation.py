@@ -24,6 +24,7 @@ class Notes:
         self.begun: list[list[int]] = []
         self.shown: list[tuple[int, int, int]] = []
         self.fails = ""
+        self.ended = 0
 
     def model_loaded(self, model) -> None:
         raise AssertionError("no server loads a model here")
@@ -38,6 +39,9 @@ class Notes:
         assert row.together and len(row.caches) > 0
         self.shown.append((len(row.tokens), row.pending, row.room))
         return False
+
+    def end(self) -> None:
+        self.ended += 1
 
 
 @pytest.fixture
@@ -69,6 +73,7 @@ def test_it_is_shown_a_row_between_two_tokens(notes):
     (answer,) = answers(model, PROMPTS[:1], 8).values()
     assert notes.begun == [PROMPTS[0]]
     assert notes.shown == [(len(PROMPTS[0]) + place, token, 7 - place) for place, token in enumerate(answer)]
+    assert notes.ended == 1
 
 
 def test_it_is_not_asked_while_there_are_two(notes):

@@ -38,6 +38,9 @@ class Known:
     def verified(self, drafted: int, accepted: int) -> None:
         assert accepted <= drafted
 
+    def end(self) -> None:
+        self.ended = True
+
 
 @contextmanager
 def speculation(tokens: int, drafter: Callable[[], Any] | None = None, **settings: Any):

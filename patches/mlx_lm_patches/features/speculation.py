@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .. import places
+from .. import places, usage
 from ..alone import AloneRow
 from ..runtime import Runtime
 from ..seam import Seam
@@ -33,15 +33,21 @@ def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
             return original(self)
         row = AloneRow(self, _start(runtime, self.model))
         speculator = _speculator(self, row)
-        if speculator is None or not speculator.advance(row):
+        if speculator is None:
             return original(self)
-        return row.responses()
+        responses = row.responses() if speculator.advance(row) else original(self)
+        if not self.uids:
+            usage.end(runtime, speculator)
+        return responses
 
     def _speculator(batch: Any, row: AloneRow) -> Any:
         known = vars(batch).setdefault(SPECULATORS, {})
         uid = batch.uids[0]
         if uid not in known:
             # The rows before this one, which was with them or came when they had gone, are done.
+            for before in known.values():
+                if before is not None:
+                    usage.end(runtime, before)
             known.clear()
             known[uid] = None
             try:
