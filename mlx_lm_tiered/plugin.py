@@ -15,6 +15,7 @@ from . import settings as table
 from .runtime import Runtime
 from .schemes.choose import choose
 from .speculation.choose import check as check_speculation
+from .speculation.options import check as check_verification
 
 _runtime: Runtime | None = None
 
@@ -42,6 +43,7 @@ def mlx_lm_configure(invocation: Invocation) -> None:
         invocation.args.prompt_cache_size = sys.maxsize
     scheme = choose(settings.kv_scheme, invocation)
     check_speculation(settings.speculation, settings.num_draft_tokens, invocation)
+    check_verification(settings, invocation)
     mlx_lm_unconfigure()
     _runtime = Runtime(settings, scheme)
     _runtime.args = invocation.args

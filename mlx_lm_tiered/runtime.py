@@ -125,7 +125,7 @@ class Runtime:
             from .speculation.ngram import NGramSource
             from .speculation.requests import Speculating
 
-            self._speculation = Speculating(NGramSource(), self.settings.num_draft_tokens, self.statistics)
+            self._speculation = Speculating(NGramSource(), self.settings.num_draft_tokens, self.statistics, strict=self.settings.spec_strict)
         return self._speculation
 
     def _plan_of(self, model: Any) -> Plan | None:

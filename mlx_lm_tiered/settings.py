@@ -148,6 +148,10 @@ class Settings:
         None, parse_drafts, "Tokens that --speculation drafts at a time at most, or auto: as many as pay, by what was measured in the request.",
         shown="the source's own: 8", metavar="N", upstream=True, server=True,
     )  # fmt: skip
+    spec_strict: bool = _setting(
+        False, parse_switch, "Verify drafts one token at a time, exactly as decoding without drafts computes: identical output in any precision, and no faster. For tests.",
+        shown="off",
+    )  # fmt: skip
     ssd_cache: Path | None = _setting(
         None, parse_directory, "Directory of the SSD tier; it is made if need be.", shown="off", metavar="DIR"
     )

@@ -13,20 +13,31 @@ from mlx_lm_hooks import Speculator, SpeculativeRow
 from ..caches import UnknownCacheClass, kind_of
 from ..settings import AUTO
 from ..statistics import Statistics
+from .acceptance import Target
 from .auto import Auto, Chooser
-from .executor import Executor
+from .executor import Executor, Outcome, Verifier
 from .rollback import singles
 from .source import NONE, Draft, Drafter, DraftSource
+from .strict import Stepwise
 from .tally import Tally
 
 logger = logging.getLogger("mlx_lm_tiered")
 
 
 class Speculating:
-    """`tokens` is how many are drafted at a time, or ``auto``; None leaves that to the source."""
+    """`tokens` is how many are drafted at a time, or ``auto``; None leaves that to the source. With `strict` each token is computed as without drafts."""
 
-    def __init__(self, source: DraftSource, tokens: int | str | None, statistics: Statistics, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        source: DraftSource,
+        tokens: int | str | None,
+        statistics: Statistics,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        strict: bool = False,
+    ):
         self._source = source
+        self._strict = strict
         self._auto = Auto(clock)
         self.tokens = tokens if tokens is not None else source.tokens
         self._statistics = statistics
@@ -53,7 +64,8 @@ class Speculating:
             return None
         self._tally.requests += 1
         tokens = self._auto.begin(model) if self.tokens == AUTO else int(self.tokens)
-        return _Request(self._source.begin(model), Executor(model, self._tally), tokens, self._statistics)
+        verifier = Stepwise(model, Target()) if self._strict else Executor(model, self._tally, Target())
+        return _Request(self._source.begin(model), verifier, tokens, self._tally, self._statistics)
 
     def _refused_by_source(self, model: Any) -> str:
         try:
@@ -64,41 +76,58 @@ class Speculating:
     def report(self) -> dict[str, Any]:
         """What `/stats` shows."""
         auto = self._auto.report() if self.tokens == AUTO else None
-        return {"source": self._source.name, "draft_tokens": self.tokens, "refused": self._refused or None, **self._tally.report(), "auto": auto}
+        return {"source": self._source.name, "draft_tokens": self.tokens, "strict": self._strict, "refused": self._refused or None, **self._tally.report(), "auto": auto}
 
 
 class _Request:
     """Implements `Speculator`."""
 
-    def __init__(self, drafter: Drafter, executor: Executor, tokens: int | Chooser, statistics: Statistics):
+    def __init__(self, drafter: Drafter, verifier: Verifier, tokens: int | Chooser, tally: Tally, statistics: Statistics):
         self._drafter: Drafter | None = drafter
-        self._executor = executor
+        self._verifier = verifier
         self._tokens, self._chooser = (0, tokens) if isinstance(tokens, Chooser) else (tokens, None)
+        self._tally = tally
         self._statistics = statistics
+        self._length = 0  # of the sequence, after the last step
         self._calls = self._drafted = self._accepted = 0
 
     def advance(self, row: SpeculativeRow) -> bool:
+        if self._verifier.open and len(row.tokens) != self._length:
+            self._decided(self._verifier.end())  # others have decoded with it
+        if not self._verifier.open:
+            draft = self._draft(row)
+            if not draft.tokens:
+                return False
+            self._verifier.begin(row, draft)
+        outcome = self._verifier.step(row)
+        self._length = len(row.tokens)
+        if outcome is not None:
+            self._decided(outcome)
+        return True
+
+    def _draft(self, row: SpeculativeRow) -> Draft:
         if self._drafter is None:
-            return False
+            return NONE
         most = min(self._tokens if self._chooser is None else self._chooser.allowed(len(row.tokens)), row.room)
         if most < 1:
-            return False
+            return NONE
         try:
-            draft = self._drafted_by(self._drafter, row, most) if self._drafter.hopes(row.tokens) else NONE
+            return self._drafted_by(self._drafter, row, most).first(most) if self._drafter.hopes(row.tokens) else NONE
         except Exception as error:
             # Nothing was forwarded yet: the request goes on without drafts.
             self._drafter = None
             self._statistics.fault("drafting", f"drafting failed: {type(error).__name__}: {error}; the request decodes plainly")
-            return False
-        drafts = draft.tokens[:most]
-        if not drafts:
-            return False
-        accepted = self._executor.round(row, drafts)
-        self._calls, self._drafted, self._accepted = self._calls + 1, self._drafted + len(drafts), self._accepted + accepted
-        self._drafter.verified(len(drafts), accepted)
+            return NONE
+
+    def _decided(self, outcome: Outcome) -> None:
+        """Count what became of a draft, and tell who made it."""
+        drafted, accepted = len(outcome.drafted), outcome.accepted
+        self._tally.verified(drafted, accepted, outcome.calls)
+        self._calls, self._drafted, self._accepted = self._calls + outcome.calls, self._drafted + drafted, self._accepted + accepted
+        if self._drafter is not None:
+            self._drafter.verified(drafted, accepted)
         if self._chooser is not None:
-            self._chooser.verified(len(drafts), accepted)
-        return True
+            self._chooser.verified(drafted, accepted)
 
     def _drafted_by(self, drafter: Drafter, row: SpeculativeRow, most: int) -> Draft:
         pending = row.pending  # waits
@@ -107,7 +136,7 @@ class _Request:
         return drafter.draft(row.tokens, pending, most, row.caches)
 
     def rewind(self, row: SpeculativeRow, count: int) -> None:
-        self._executor.rewind(row, count)
+        self._verifier.rewind(row, count)
 
     def usage(self) -> dict[str, int]:
         return {"drafted_tokens": self._drafted, "accepted_tokens": self._accepted, "target_calls": self._calls}

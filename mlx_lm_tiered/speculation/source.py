@@ -17,6 +17,14 @@ class Draft(NamedTuple):
     tokens: list[int]
     probabilities: Any = None
 
+    def first(self, count: int) -> Draft:
+        """At most that many of the tokens."""
+        return Draft(self.tokens[:count], None if self.probabilities is None else self.probabilities[:count])
+
+    def at(self, place: int) -> Draft:
+        """The token there; none behind the last."""
+        return Draft(self.tokens[place : place + 1], None if self.probabilities is None else self.probabilities[place : place + 1])
+
 
 NONE = Draft([])
 

@@ -12,12 +12,14 @@ class Tally:
         self.requests = 0
         self.target_calls = 0
         self.replays = 0
+        self._drafts = 0
         self._drafted: list[int] = []  # by position in the draft
         self._accepted: list[int] = []
 
-    def verified(self, drafted: int, accepted: int) -> None:
-        """One verification of `drafted` tokens, of which the first `accepted` were right."""
-        self.target_calls += 1
+    def verified(self, drafted: int, accepted: int, calls: int = 1) -> None:
+        """A draft of `drafted` tokens was verified in `calls` forwards, and the first `accepted` were right."""
+        self.target_calls += calls
+        self._drafts += 1
         while len(self._drafted) < drafted:
             self._accepted.append(0)
             self._drafted.append(0)
@@ -32,14 +34,14 @@ class Tally:
     def report(self) -> dict[str, Any]:
         """All counters, JSON-able. Rates are null where nothing was drafted."""
         drafted, accepted = list(self._drafted), list(self._accepted)
-        calls = self.target_calls
+        drafts = self._drafts
         return {
             "requests": self.requests,
-            "target_calls": calls,
+            "target_calls": self.target_calls,
             "replays": self.replays,
             "drafted": sum(drafted),
             "accepted": sum(accepted),
             "acceptance": sum(accepted) / sum(drafted) if drafted else None,
             "acceptance_by_position": [a / d for a, d in zip(accepted, drafted, strict=False)],
-            "mean_accepted": sum(accepted) / calls if calls else None,
+            "mean_accepted": sum(accepted) / drafts if drafts else None,
         }

@@ -77,3 +77,14 @@ def test_auto_measures_and_answers_the_same(tiny_llama, tmp_path):
     found = stats["speculation"]
     assert stats["faults"] == {} and found["draft_tokens"] == "auto" and found["requests"] == 2
     assert found["auto"]["step_seconds"] > 0 and found["target_calls"] > 0
+
+
+def test_strictly_nothing_is_taken_back(tiny_lfm2, tmp_path):
+    """Recurrent state, whose accepted tokens are forwarded once more otherwise."""
+    with tiered(tiny_lfm2, None, "--prompt-cache-bytes", "0", log=tmp_path / "plain.log") as server:
+        expected = [ask(server, PROMPT, 60, **options) for options in PATHS.values()]
+    with tiered(tiny_lfm2, None, "--speculation", "ngram", "--spec-strict", log=tmp_path / "strict.log") as server:
+        assert [ask(server, PROMPT, 60, **options) for options in PATHS.values()] == expected
+        stats = server.stats()
+    found = stats["speculation"]
+    assert stats["faults"] == {} and found["strict"] and found["replays"] == 0 < found["accepted"] < found["target_calls"]
