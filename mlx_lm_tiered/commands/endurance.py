@@ -1,4 +1,4 @@
-"""``mlx_lm.tiered bench kills`` and ``bench soak``: what holds over hundreds of kills and thousands of requests."""
+"""``mlx_lm.tiered bench kills``, ``bench soak`` and ``bench stops``: what holds over hundreds of kills, thousands of requests and of places to stop at."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from .terminal import count, model
 
 
 def add_parsers(benches: Any) -> None:
-    """The two, each with its flags."""
+    """The three, each with its flags."""
     kills = benches.add_parser("kills", help="what a busy server's directory holds after SIGKILLs at random moments")
     count(kills, "--count", 200, "kills")
     kills.set_defaults(run=run_kills)
     soak = benches.add_parser("soak", help="whether memory, files, descriptors and threads stay flat over thousands of requests")
     count(soak, "--requests", 5000, "requests, of several clients")
     soak.set_defaults(run=run_soak)
+    stops = benches.add_parser("stops", help="whether speculation that is stopped everywhere leaves tokens, caches and the next turn as plain decoding does")
+    count(stops, "--tokens", 2000, "tokens of the answer")
+    count(stops, "--every", 10, "tokens between two places to stop at")
+    count(stops, "--draft-tokens", 4, "tokens drafted at a time, by n-grams")
+    stops.add_argument("--scheme", default="bf16", metavar="SCHEME", help="--kv-scheme of the caches (default: bf16)")
+    stops.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model; float32, or rounding decides")
+    stops.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    stops.set_defaults(run=run_stops)
     for parser in (kills, soak):
         parser.add_argument("--model", metavar="DIR", help="directory or hub name of a model (default: a small one of random weights)")
         parser.add_argument("--seed", type=int, default=0, help="another one gives other conversations (default: 0)")
@@ -35,6 +43,17 @@ def run_soak(args: argparse.Namespace) -> int:
     from .bench import run_measurement
 
     return run_measurement(args, lambda: soak.run(_model(args), args.requests, args.seed), lambda result: result["faults"][:5])
+
+
+def run_stops(args: argparse.Namespace) -> int:
+    from .. import openblas
+
+    openblas.load()
+    from ..bench import stops
+    from .bench import run_rows
+
+    path = Path(model(args.model))
+    return run_rows(args, lambda: stops.run(path, args.tokens, args.every, args.draft_tokens, args.scheme), stops.found)
 
 
 def _model(args: argparse.Namespace) -> Path | None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mlx_lm_tiered.bench import speculative
+from mlx_lm_tiered.bench import speculative, stops
 from mlx_lm_tiered.cli import main
 from support.models import TINY
 
@@ -20,6 +20,25 @@ def test_each_task_is_measured_against_plain_decoding(tmp_path, capsys):
     for row in rows:
         assert row["tokens_equal"] and row["speedup"] > 0 and row["accepted"] <= row["drafted"] and row["auto_speedup"] > 0
     assert rows[0]["accepted"] > 0 and "acceptance" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])
+def test_stops_everywhere_leave_what_plain_decoding_does(family, tmp_path):
+    """Past the window, and with state that goes back by a replay. The command does every stop of 2,000 tokens."""
+    file = tmp_path / "figures.json"
+    assert main(["bench", "stops", "--model", str(TINY[family]), "--tokens", "60", "--every", "6", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert (found["stops"], found["hits_from_ram"], found["hits_from_ssd"]) == (10, 19, 10)
+
+
+def test_a_wrong_token_or_a_lost_prefix_is_a_fault():
+    good = {
+        "stops": 3, "wrong_tokens": 0, "wrong_next_from_ram": 0, "wrong_next_from_ssd": 0, "wrong_lengths": 0, "faults": {},
+        "accepted": 1, "drafted": 2, "hits_from_ram": 5, "hits_from_ssd": 3,
+    }  # fmt: skip
+    assert stops.found(good) == []
+    for name, value in (("wrong_tokens", 1), ("wrong_next_from_ssd", 1), ("accepted", 2), ("accepted", 0), ("hits_from_ram", 4), ("hits_from_ssd", 2)):
+        assert len(stops.found(good | {name: value})) == 1
 
 
 def test_the_edited_text_is_another_and_the_copied_one_is_not():
