@@ -100,13 +100,14 @@ def write(directory: Path, settings: dict[str, Any], weights: dict[str, np.ndarr
 
 
 def borrowed(kind: str, tokens: int, seed: int = 6) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Keys and values (1, KV heads, tokens, head dimension) by layer type."""
+    """Keys and values (1, KV heads, tokens, head dimension) by layer type. With larger keys the largest score decides alone, and rounding is what one measures."""
     rng = np.random.default_rng(seed)
     heads = {"sliding_attention": 2, "full_attention": 1 if KINDS[kind] else 2}
-    return {
-        name: tuple(rng.normal(size=(1, heads[name], tokens, HEAD_DIM[name])).astype(np.float32) for _ in "kv")  # type: ignore[misc]
-        for name in heads
-    }
+    made = {}
+    for name, count in heads.items():
+        keys, values = (rng.normal(0, deviation, (1, count, tokens, HEAD_DIM[name])).astype(np.float32) for deviation in (0.35, 1.0))
+        made[name] = keys, values
+    return made
 
 
 def inputs(seed: int = 7) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

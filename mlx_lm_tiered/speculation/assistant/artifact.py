@@ -39,9 +39,9 @@ def load(path: str | PathLike[str]) -> AssistantModel:
         loaded[weights.ORDERING] = _ordering(loaded[weights.ORDERING])
     try:
         model.load_weights(list(loaded.items()))
-    except ValueError as error:
-        raise BadArtifact(f"the assistant's weights do not fit: {error}") from error
-    mx.eval(model.parameters())
+        mx.eval(model.parameters())
+    except (ValueError, RuntimeError) as error:
+        raise BadArtifact(f"the assistant's weights cannot be loaded: {error}") from error
     model.eval()
     return model
 

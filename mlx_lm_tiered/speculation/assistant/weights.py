@@ -18,6 +18,7 @@ from .config import AssistantConfig, BadArtifact, read_json
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
+INTEGERS = ("I64", "I32", "U32")
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 CENTROIDS, ORDERING = "masked_embedding.centroids", "masked_embedding.token_ordering"
 # What some artifacts have and no layer that shares keys and values reads; mlx-lm leaves them out of its models, too.
@@ -61,7 +62,7 @@ def read(directory: Path, config: AssistantConfig) -> Layout:
         for part in _parts(form):
             found[f"{path}.{part}"] = _take(stored, f"{source}.{part}")
     for name, length in _vectors(config, centroid_head):
-        types = ("I64", "I32") if name == ORDERING else FLOATS
+        types = INTEGERS if name == ORDERING else FLOATS
         _check(stored, name, (length,), types)
         found[name] = _take(stored, name)
     taken = {name for _, name in found.values()}
