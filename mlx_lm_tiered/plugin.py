@@ -47,6 +47,7 @@ def mlx_lm_configure(invocation: Invocation) -> None:
     mlx_lm_unconfigure()
     _runtime = Runtime(settings, scheme)
     _runtime.args = invocation.args
+    _runtime.seeded = "seed" in invocation.given
     if invocation.command == "server" and settings.warm is not None:
         from .serving.warm import prepare
 

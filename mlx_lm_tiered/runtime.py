@@ -64,6 +64,7 @@ class Runtime:
         self.source: ModelSource | None = None  # the model that was loaded last
         self._loaded = threading.Event()  # once there is one, or the end
         self.warmer: Warms | None = None
+        self.seeded = False  # whether the command was given a seed
         self.saves_itself = False  # a script has no idle turns and no shutdown of a server
         self._process = os.getpid()
         self._caches: weakref.WeakSet[TieredPrefixCache] = weakref.WeakSet()
@@ -125,8 +126,12 @@ class Runtime:
             from .speculation.ngram import NGramSource
             from .speculation.requests import Speculating
 
-            self._speculation = Speculating(NGramSource(), self.settings.num_draft_tokens, self.statistics, strict=self.settings.spec_strict)
+            self._speculation = Speculating(NGramSource(), self.settings.num_draft_tokens, self.statistics, strict=self.settings.spec_strict, sampling=self._sampling())
         return self._speculation
+
+    def _sampling(self) -> str:
+        """Of ``mlx_lm.generate --seed`` and the like the random numbers are chosen for the whole run: drafts leave its output alone."""
+        return "target" if self.seeded else self.settings.spec_sampling
 
     def _plan_of(self, model: Any) -> Plan | None:
         return self._scheme.plan_of(model) if self._scheme is not None else None

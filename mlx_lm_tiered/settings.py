@@ -148,6 +148,11 @@ class Settings:
         None, parse_drafts, "Tokens that --speculation drafts at a time at most, or auto: as many as pay, by what was measured in the request.",
         shown="the source's own: 8", metavar="N", upstream=True, server=True,
     )  # fmt: skip
+    spec_sampling: str = _setting(
+        "target", one_of("target", "rejection"),
+        "Who decides drafted tokens of requests that sample: target (the model's own sampled token, as without drafts) or rejection (speculative sampling, which accepts more of drafts drawn at random). Requests with a seed keep target.",
+        shown="target", metavar="RULE",
+    )  # fmt: skip
     spec_strict: bool = _setting(
         False, parse_switch, "Verify drafts one token at a time, exactly as decoding without drafts computes: identical output in any precision, and no faster. For tests.",
         shown="off",

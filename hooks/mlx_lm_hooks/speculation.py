@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 
 class SpeculativeRow(Protocol):
@@ -32,8 +32,23 @@ class SpeculativeRow(Protocol):
     def together(self) -> bool:
         """Whether several positions may be sampled at once: nothing that decides a token looks at those before it."""
 
-    def sample(self, logits: Any) -> list[int]:
-        """Sample behind the pending token, from `logits` (1, vocabulary), or with `together` (positions, vocabulary) behind it and the tokens after it."""
+    @property
+    def independent(self) -> bool:
+        """Whether no logits processor looks at the tokens before a position. Then its log-probabilities are those of the logits alone."""
+
+    @property
+    def draws(self) -> Literal["greedy", "seeded", "random", "unknown"]:
+        """How a token comes from log-probabilities: the most likely one, drawn by random numbers that its client chose, drawn by any, or by a sampler that does not show from what it draws."""
+
+    def probabilities(self, logprobs: Any) -> Any:
+        """What a row that draws at ``random`` draws from: (positions, vocabulary), float32, of log-probabilities of any model with its vocabulary."""
+
+    def sample(self, logits: Any, sampler: Callable[[Any], Any] | None = None) -> list[int]:
+        """Sample behind the pending token, from `logits` (1, vocabulary), or with `together` (positions, vocabulary) behind it and the tokens after it.
+
+        `sampler` takes the place of the row's own: from log-probabilities (positions, vocabulary) to tokens (positions,), uint32. Several
+        positions it may be given where the row is `independent`.
+        """
 
     def emit(self) -> bool:
         """Emit the pending token; the first sampled one that was not yet pending takes its place. True when the row has ended with it."""

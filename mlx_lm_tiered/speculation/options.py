@@ -6,7 +6,7 @@ from mlx_lm_hooks import Invocation, UsageError
 
 from ..settings import AUTO, Settings, flag
 
-NAMES = ("spec_strict",)
+NAMES = ("spec_strict", "spec_sampling")
 
 
 def check(settings: Settings, invocation: Invocation) -> None:

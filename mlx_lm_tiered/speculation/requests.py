@@ -13,7 +13,7 @@ from mlx_lm_hooks import Speculator, SpeculativeRow
 from ..caches import UnknownCacheClass, kind_of
 from ..settings import AUTO
 from ..statistics import Statistics
-from .acceptance import Target
+from .acceptance import Rejection, Rule, Target
 from .auto import Auto, Chooser
 from .executor import Executor, Outcome, Verifier
 from .rollback import singles
@@ -25,7 +25,10 @@ logger = logging.getLogger("mlx_lm_tiered")
 
 
 class Speculating:
-    """`tokens` is how many are drafted at a time, or ``auto``; None leaves that to the source. With `strict` each token is computed as without drafts."""
+    """`tokens` is how many are drafted at a time, or ``auto``; None leaves that to the source. With `strict` each token is computed as without drafts.
+
+    `sampling` says who decides the tokens of requests that draw them: the ``target``'s sampler, or ``rejection``.
+    """
 
     def __init__(
         self,
@@ -35,9 +38,11 @@ class Speculating:
         clock: Callable[[], float] = time.perf_counter,
         *,
         strict: bool = False,
+        sampling: str = "target",
     ):
-        self._source = source
+        self.source = source
         self._strict = strict
+        self._sampling = sampling
         self._auto = Auto(clock)
         self.tokens = tokens if tokens is not None else source.tokens
         self._statistics = statistics
@@ -52,7 +57,7 @@ class Speculating:
         self._model = weakref.ref(model)
         self._refused = _refusal(make_prompt_cache(model)) or self._refused_by_source(model)
         if self._refused:
-            logger.warning("speculation %s is not for this model: %s", self._source.name, self._refused)
+            logger.warning("speculation %s is not for this model: %s", self.source.name, self._refused)
 
     def begin(self, model: Any, row: SpeculativeRow) -> Speculator | None:
         if self._model() is not model:
@@ -64,27 +69,38 @@ class Speculating:
             return None
         self._tally.requests += 1
         tokens = self._auto.begin(model) if self.tokens == AUTO else int(self.tokens)
-        verifier = Stepwise(model, Target()) if self._strict else Executor(model, self._tally, Target())
-        return _Request(self._source.begin(model), verifier, tokens, self._tally, self._statistics)
+        rule = self._rule(row)
+        verifier = Stepwise(model, rule) if self._strict else Executor(model, self._tally, rule)
+        return _Request(self.source.begin(model), verifier, rule.draws, tokens, self._tally, self._statistics)
+
+    def _rule(self, row: SpeculativeRow) -> Rule:
+        draws = row.draws if self._sampling == "rejection" else ""
+        if draws == "unknown":
+            self._statistics.fault("rejection_sampling", "a request's sampler does not show from what it draws, so it decides the tokens itself")
+        if draws != "random":
+            return Target()
+        self._tally.rejection_requests += 1
+        return Rejection()
 
     def _refused_by_source(self, model: Any) -> str:
         try:
-            return self._source.refuses(model)
+            return self.source.refuses(model)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
     def report(self) -> dict[str, Any]:
         """What `/stats` shows."""
         auto = self._auto.report() if self.tokens == AUTO else None
-        return {"source": self._source.name, "draft_tokens": self.tokens, "strict": self._strict, "refused": self._refused or None, **self._tally.report(), "auto": auto}
+        return {"source": self.source.name, "draft_tokens": self.tokens, "strict": self._strict, "sampling": self._sampling, "refused": self._refused or None, **self._tally.report(), "auto": auto}
 
 
 class _Request:
     """Implements `Speculator`."""
 
-    def __init__(self, drafter: Drafter, verifier: Verifier, tokens: int | Chooser, tally: Tally, statistics: Statistics):
+    def __init__(self, drafter: Drafter, verifier: Verifier, draws: bool, tokens: int | Chooser, tally: Tally, statistics: Statistics):
         self._drafter: Drafter | None = drafter
         self._verifier = verifier
+        self._draws = draws  # whether drafts may be drawn at random
         self._tokens, self._chooser = (0, tokens) if isinstance(tokens, Chooser) else (tokens, None)
         self._tally = tally
         self._statistics = statistics
@@ -133,7 +149,7 @@ class _Request:
         pending = row.pending  # waits
         if self._chooser is not None:
             self._chooser.waited()
-        return drafter.draft(row.tokens, pending, most, row.caches)
+        return drafter.draft(row.tokens, pending, most, row.caches, row.probabilities if self._draws else None)
 
     def rewind(self, row: SpeculativeRow, count: int) -> None:
         self._verifier.rewind(row, count)

@@ -10,6 +10,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.requests = 0
+        self.rejection_requests = 0
         self.target_calls = 0
         self.replays = 0
         self._drafts = 0
@@ -37,6 +38,7 @@ class Tally:
         drafts = self._drafts
         return {
             "requests": self.requests,
+            "rejection_requests": self.rejection_requests,
             "target_calls": self.target_calls,
             "replays": self.replays,
             "drafted": sum(drafted),

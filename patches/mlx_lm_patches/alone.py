@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from .drawing import Drawing
 
-class AloneRow:
+
+class AloneRow(Drawing):
     """Implements the contract's `SpeculativeRow` over upstream's batch of one row."""
+
+    _seeded = False  # upstream serves seeded requests outside batches
 
     def __init__(self, batch: Any, start: int = 0):
         """`start`: when the row holds that many tokens its caches are converted, so no step may go past it."""
@@ -38,13 +42,7 @@ class AloneRow:
         before = self._start - len(batch.tokens[0])
         return min(room, before - 1) if before > 0 else room
 
-    @property
-    def together(self) -> bool:
-        from mlx_lm.sample_utils import greedy_sampler
-
-        return self._sampler is greedy_sampler and not self._processors
-
-    def sample(self, logits: Any) -> list[int]:
+    def sample(self, logits: Any, sampler: Callable[[Any], Any] | None = None) -> list[int]:
         import mlx.core as mx
 
         batch, context = self._batch, []
@@ -53,7 +51,7 @@ class AloneRow:
             for processor in self._processors:
                 logits = processor(context[0], logits)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        sampled = self._sampler(logprobs)
+        sampled = (sampler or self._sampler)(logprobs)
         rows = list(logprobs)
         mx.eval(sampled, rows, context)
         self._ahead = [(sampled[at : at + 1], row) for at, row in enumerate(rows)]

@@ -117,7 +117,7 @@ class Engine:
     def _request(self, original: Callable[..., Any], timeout: float | None) -> Delivery | None:
         """The next request that need not be held back."""
         while (request := self._queued(original, timeout)) is not None:
-            request = (Mailbox(request[0], self._admits), *request[1:])
+            request = (Mailbox(request[0], self._admits, request[2]), *request[1:])
             if request[0].cancelled:
                 request[0].put(Cancelled())
             elif not self._hold(request):

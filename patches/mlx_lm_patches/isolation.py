@@ -42,6 +42,7 @@ class Row:
                     self.fail(error)
             return greedy_sampler(logprobs)
 
+        guarded.__wrapped__ = sample  # type: ignore[attr-defined]
         return guarded
 
     def processor(self, process: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -38,8 +38,9 @@ class Mailbox:
     admitted (`open`) or anything else is put, so that a refusal can still be the answer.
     """
 
-    def __init__(self, queue: Any, door: bool = False):
+    def __init__(self, queue: Any, door: bool = False, args: Any = None):
         self.queue = queue
+        self.args = args  # upstream's, of the request
         self.context: Any = None
         self.ended = False
         self.held = False  # whether the context waits for admission

@@ -9,6 +9,7 @@ from typing import Any
 from mlx_lm_hooks.speculation import Speculator
 
 from . import usage
+from .drawing import Drawing
 from .progress import Progress
 from .runtime import Runtime
 from .singly import Remembers
@@ -46,7 +47,7 @@ def _generate(original: Callable[..., Any], options: dict[str, Any], runtime: Ru
         raise AssertionError("a prefill without tokens to generate gave one")
     progress = options["prompt_progress_callback"]
     prompt = list(progress.tokens) if isinstance(progress, Progress) else options["prompt"].tolist()
-    row = SequenceRow(options, prompt, first.token, first.logprobs)
+    row = SequenceRow(options, prompt, first.token, first.logprobs, _asked(runtime))
     with mx.stream(options["stream"]):
         speculator = _begun(runtime, row)
     handed = 0
@@ -77,6 +78,12 @@ def _generate(original: Callable[..., Any], options: dict[str, Any], runtime: Ru
                 usage.end(runtime, speculator)
 
 
+def _asked(runtime: Runtime) -> Any:
+    """Upstream's arguments of the server's request that is served now; None in a script."""
+    engine = runtime.here.engine
+    return engine.current.args if engine is not None and engine.current is not None else None
+
+
 def _begun(runtime: Runtime, row: SequenceRow) -> Speculator | None:
     try:
         return runtime.speculation.begin(row.model, row)
@@ -98,10 +105,10 @@ class _First:
         return self.token
 
 
-class SequenceRow:
+class SequenceRow(Drawing):
     """Implements the contract's `SpeculativeRow` as `generate_step` samples. `burst` has what was emitted and not handed out yet."""
 
-    def __init__(self, options: dict[str, Any], tokens: list[int], token: Any, logprobs: Any):
+    def __init__(self, options: dict[str, Any], tokens: list[int], token: Any, logprobs: Any, asked: Any = None):
         from mlx_lm.sample_utils import greedy_sampler
 
         self.model, self.caches, self.tokens = options["model"], options["prompt_cache"], tokens
@@ -110,6 +117,7 @@ class SequenceRow:
         self._most = options["max_tokens"]
         self._sampler = options["sampler"] or greedy_sampler
         self._processors = options["logits_processors"] or ()
+        self._seeded = getattr(asked, "seed", None) is not None
         self._context = options["prompt"]
         self._ahead = [(token, logprobs)]  # the pending token (1,) with its log-probabilities (vocabulary), and those sampled behind it
         self._pending: int | None = None
@@ -128,16 +136,10 @@ class SequenceRow:
     def room(self) -> int:
         return self._most - self.count - 1 if self._most >= 0 else 1 << 30
 
-    @property
-    def together(self) -> bool:
-        from mlx_lm.sample_utils import greedy_sampler
-
-        return self._sampler is greedy_sampler and not self._processors
-
-    def sample(self, logits: Any) -> list[int]:
+    def sample(self, logits: Any, sampler: Callable[[Any], Any] | None = None) -> list[int]:
         import mlx.core as mx
 
-        sampled, rows = self._sampled(logits)
+        sampled, rows = self._sampled(logits, sampler or self._sampler)
         mx.eval(sampled, rows)
         return sampled.tolist()
 
@@ -153,11 +155,11 @@ class SequenceRow:
         """One token without speculation, the next one computed meanwhile, as upstream does."""
         import mlx.core as mx
 
-        sampled, rows = self._sampled(self.model(self._ahead[0][0][None], cache=self.caches)[:, -1, :])
+        sampled, rows = self._sampled(self.model(self._ahead[0][0][None], cache=self.caches)[:, -1, :], self._sampler)
         mx.async_eval(sampled, rows)
         self.emit()
 
-    def _sampled(self, logits: Any) -> tuple[Any, list[Any]]:
+    def _sampled(self, logits: Any, sampler: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
         import mlx.core as mx
 
         del self._ahead[1:]
@@ -167,6 +169,6 @@ class SequenceRow:
                 logits = processor(self._context, logits)
         # Over one row as upstream does it, to the last bit: a sampler may look at it.
         logprobs = logits - mx.logsumexp(logits, axis=None if logits.shape[0] == 1 else -1, keepdims=True)
-        sampled, rows = self._sampler(logprobs), list(logprobs)
+        sampled, rows = sampler(logprobs), list(logprobs)
         self._ahead += [(sampled[at : at + 1], row) for at, row in enumerate(rows)]
         return sampled, rows

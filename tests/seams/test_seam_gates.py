@@ -20,7 +20,7 @@ from mlx_lm_patches.host import host
 from mlx_lm_patches.seam import check, supported
 from mlx_lm_patches.source import Sources, body_hash, signature
 
-FILES = ("_version.py", "server.py", "generate.py", "chat.py", "utils.py", "tokenizer_utils.py", "models/cache.py", "models/base.py")
+FILES = ("_version.py", "server.py", "generate.py", "chat.py", "utils.py", "tokenizer_utils.py", "sample_utils.py", "models/cache.py", "models/base.py")
 
 
 @pytest.fixture

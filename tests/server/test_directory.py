@@ -201,6 +201,7 @@ EFFECTS = {
     "kv_scheme": "test_schemes.py::test_12_batches_and_tiers_answer_as_one_request_alone",
     "speculation": "test_speculation.py::test_turns_from_ram_and_disk_are_those_of_plain_decoding",
     "num_draft_tokens": "test_speculation.py::test_turns_from_ram_and_disk_are_those_of_plain_decoding",
+    "spec_sampling": "test_speculation.py::test_who_decides_sampled_tokens",
     "spec_strict": "test_speculation.py::test_strictly_nothing_is_taken_back",
     "kernels": "test_schemes.py::test_4_quantized_caches_with_a_draft_model",
     "ssd_cache": "test_restart.py::test_the_same_prompt_is_cold_once",

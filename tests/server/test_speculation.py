@@ -88,3 +88,18 @@ def test_strictly_nothing_is_taken_back(tiny_lfm2, tmp_path):
         stats = server.stats()
     found = stats["speculation"]
     assert stats["faults"] == {} and found["strict"] and found["replays"] == 0 < found["accepted"] < found["target_calls"]
+
+
+def test_who_decides_sampled_tokens(tiny_llama, tmp_path):
+    """Rejection where a request draws its tokens and chose no random numbers."""
+    sampled = {"temperature": 0.3, "top_p": 0.95}
+    with tiered(tiny_llama, None, "--prompt-cache-bytes", "0", log=tmp_path / "plain.log") as server:
+        expected = [ask(server, PROMPT, 40, **options) for options in PATHS.values()]
+    with tiered(tiny_llama, None, "--speculation", "ngram", "--spec-sampling", "rejection", log=tmp_path / "log") as server:
+        assert [ask(server, PROMPT, 40, **options) for options in PATHS.values()] == expected
+        before = server.stats()["speculation"]
+        answers = [ask(server, PROMPT, 40, **sampled) for _ in range(3)]
+        stats = server.stats()
+    found = stats["speculation"]
+    assert before["rejection_requests"] == 0 and found["rejection_requests"] == 3 and found["sampling"] == "rejection"
+    assert stats["faults"] == {} and found["accepted"] > before["accepted"] and {len(answer[1]) for answer in answers} <= set(range(1, 41))
