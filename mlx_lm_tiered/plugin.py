@@ -14,7 +14,7 @@ from mlx_lm_hooks import Admission, Engine, GenerationCheckpoints, Invocation, K
 from . import settings as table
 from .runtime import Runtime
 from .schemes.choose import choose
-from .speculation.choose import check as check_speculation
+from .speculation.choose import choose as choose_drafting
 from .speculation.options import check as check_verification
 
 _runtime: Runtime | None = None
@@ -41,11 +41,11 @@ def mlx_lm_configure(invocation: Invocation) -> None:
     if invocation.command == "server" and "prompt_cache_size" not in invocation.given and settings.prompt_cache_bytes != 0:
         # Upstream's default of 10 entries would evict by count long before memory is short.
         invocation.args.prompt_cache_size = sys.maxsize
+    drafting = choose_drafting(settings, invocation)
     scheme = choose(settings.kv_scheme, invocation)
-    check_speculation(settings.speculation, settings.num_draft_tokens, invocation)
-    check_verification(settings, invocation)
+    check_verification(settings, drafting, invocation)
     mlx_lm_unconfigure()
-    _runtime = Runtime(settings, scheme)
+    _runtime = Runtime(settings, scheme, drafting)
     _runtime.args = invocation.args
     _runtime.seeded = "seed" in invocation.given
     if invocation.command == "server" and settings.warm is not None:

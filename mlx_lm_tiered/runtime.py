@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_lm_hooks import Engine, ModelSource, Serves
@@ -16,12 +17,14 @@ from mlx_lm_hooks import Engine, ModelSource, Serves
 from .identity import stat_signature
 from .index.keys import token_key
 from .memory.guard import MemoryGuard
+from .prefix.beside import Beside
 from .prefix.probing import Look, look_in_ram
 from .prefix.ram import RamTier
 from .prefix.relief import Relief
 from .prefix.tiers import TieredPrefixCache
 from .schemes.spec import PLAIN, Spec
 from .settings import Settings, default_ram_bytes, format_size
+from .speculation.choose import Drafting
 from .statistics import Statistics
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from .schemes.plan import Plan
     from .schemes.scheme import Scheme
     from .speculation.requests import Speculating
+    from .speculation.source import DraftSource
     from .storage import Storage
 
 logger = logging.getLogger("mlx_lm_tiered")
@@ -53,8 +57,10 @@ class Warms(Protocol):
 class Runtime:
     """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
 
-    def __init__(self, settings: Settings, spec: Spec = PLAIN):
+    def __init__(self, settings: Settings, spec: Spec = PLAIN, drafting: Drafting = Drafting()):
         self.settings = settings
+        self._drafting = drafting
+        self._draft: ModelSource | None = None  # a draft model with caches of its own
         self._spec = spec
         self._scheme: Scheme | None = None
         self._speculation: Speculating | None = None
@@ -122,16 +128,41 @@ class Runtime:
 
     def speculation(self) -> Speculating | None:
         """What requests get their drafts from, made on first use; None when it is off."""
-        if self._speculation is None and self.settings.speculation != "off":
-            from .speculation.ngram import NGramSource
+        if self._speculation is None and self._drafting.source != "off":
             from .speculation.requests import Speculating
 
-            self._speculation = Speculating(NGramSource(), self.settings.num_draft_tokens, self.statistics, strict=self.settings.spec_strict, sampling=self._sampling())
+            self._speculation = Speculating(self._draft_source(), self.settings.num_draft_tokens, self.statistics, strict=self.settings.spec_strict, sampling=self._sampling())
         return self._speculation
 
     def _sampling(self) -> str:
         """Of ``mlx_lm.generate --seed`` and the like the random numbers are chosen for the whole run: drafts leave its output alone."""
         return "target" if self.seeded else self.settings.spec_sampling
+
+    def _draft_source(self) -> DraftSource:
+        path = self._drafting.path
+        if path is None:
+            from .speculation.ngram import NGramSource
+
+            return NGramSource()
+        if self._drafting.source == "assistant":
+            from .speculation.assistant.source import AssistantSource
+
+            return AssistantSource(path)
+        from .speculation.draft_model import DraftModelSource
+
+        self._draft = ModelSource(path, key=("draft", str(path)))
+        return DraftModelSource(path, self._beside, self._served_path)
+
+    def _beside(self) -> Beside | None:
+        cache = next(iter(self._caches), None)
+        return Beside(cache, self._draft) if cache is not None and self._draft is not None else None
+
+    def _served_path(self) -> Path | None:
+        """Where the model that answers came from, as far as that is known."""
+        if self.source is not None:
+            return self.source.path
+        name = getattr(self.args, "model", None)
+        return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
 
     def _plan_of(self, model: Any) -> Plan | None:
         return self._scheme.plan_of(model) if self._scheme is not None else None
@@ -142,6 +173,8 @@ class Runtime:
         self._loaded.set()
         if self.storage is not None and source.path is not None:
             self.storage.identities.request(source)
+            if self._draft is not None:
+                self.storage.identities.request(self._draft)
         if self.engine is not None:
             self.guard.model_loaded()
 

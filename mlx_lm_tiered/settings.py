@@ -85,6 +85,13 @@ def parse_directory(text: str | os.PathLike[str]) -> Path:
     return path
 
 
+def parse_name(text: str | os.PathLike[str]) -> str:
+    """A model's name or directory. Raises ValueError for an empty one."""
+    if not str(text).strip():
+        raise ValueError("the name is empty")
+    return str(text)
+
+
 def parse_file(text: str | os.PathLike[str]) -> Path:
     """An absolute path, ``~`` expanded. Raises ValueError for an empty one."""
     if not str(text).strip():
@@ -139,14 +146,19 @@ class Settings:
         "Decode attention over quantized KV, and TurboQuant's encoding, by kernels of the plugin's: auto (where the device has them and their self-test passes) or off.",
         shown="auto", metavar="WHEN",
     )  # fmt: skip
-    speculation: str = _setting(
-        "off", one_of("off", "ngram"),
+    speculation: str | None = _setting(
+        None, one_of("off", "ngram"),
         "Draft tokens of a request that is alone and verify them together: off, or ngram (what followed the same tokens earlier in prompt and answer).",
-        shown="off", metavar="SOURCE",
+        shown="off, or by --draft-model", metavar="SOURCE",
+    )  # fmt: skip
+    draft_model: str | None = _setting(
+        None, parse_name,
+        "Directory or hub name of a model of the same vocabulary, or of an assistant of the model, that drafts; --speculation off leaves the flag to mlx-lm.",
+        shown="none", metavar="MODEL", upstream=True, server=True,
     )  # fmt: skip
     num_draft_tokens: int | str | None = _setting(
-        None, parse_drafts, "Tokens that --speculation drafts at a time at most, or auto: as many as pay, by what was measured in the request.",
-        shown="the source's own: 8", metavar="N", upstream=True, server=True,
+        None, parse_drafts, "Tokens that are drafted at a time at most, or auto: as many as pay, by what was measured in the request.",
+        shown="ngram 8, a draft model 3", metavar="N", upstream=True, server=True,
     )  # fmt: skip
     spec_sampling: str = _setting(
         "target", one_of("target", "rejection"),

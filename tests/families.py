@@ -228,9 +228,9 @@ for _name, _family, _dim in (
     SEEDS[_name] = SEEDS[_family]
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The family's model, the same in every process, and its configuration as in ``config.json``."""
-    config = json.loads(json.dumps(CONFIGS[name])) | {"eos_token_id": END_TOKENS}
+def build(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The family's model, the same in every process, and its configuration as in ``config.json``, with `changes` to it."""
+    config = json.loads(json.dumps(CONFIGS[name])) | {"eos_token_id": END_TOKENS} | changes
     return build_config(config, SEEDS[name]), config
 
 
@@ -254,9 +254,9 @@ def _spread(model: nn.Module) -> None:
     model.load_weights(scaled, strict=False)
 
 
-def write_model_dir(name: str, path: Path) -> Path:
+def write_model_dir(name: str, path: Path, **changes: Any) -> Path:
     """Write the family's model as a directory that ``mlx_lm.load`` takes, and return `path`."""
-    model, config = build(name)
+    model, config = build(name, **changes)
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))

@@ -56,8 +56,13 @@ class TableSource:
     def begin(self, model: Any) -> _Drafter:
         return _Drafter(self._logprobs, self._drawn)
 
+    def report(self) -> None:
+        return None
+
 
 class _Drafter:
+    computed = False
+
     def __init__(self, logprobs: mx.array, drawn: bool):
         self._likeliest = np.array(logprobs).argmax(axis=-1).tolist()
         self._logprobs = logprobs

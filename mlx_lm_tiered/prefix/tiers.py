@@ -97,6 +97,14 @@ class TieredPrefixCache:
             self._statistics.fault("prepare", f"restoring a prefix ahead failed ({error!r})")
             return None
 
+    def take_prepared(self, source: ModelSource, tokens: Sequence[int], prepared: Preparation | None) -> Taken | None:
+        """As `take`, of what is in memory and what was `prepared`, for what is no request: it counts as no lookup."""
+        try:
+            return self._best(source, tokens, token_key(tokens), lambda longer_than: prepared.taken() if prepared is not None else None)[0]
+        except Exception as error:
+            self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
+            return None
+
     def put(
         self, source: ModelSource, tokens: Sequence[int], caches: list[Any], *, role: str = "assistant", companion: Companion | None = None
     ) -> None:
@@ -207,14 +215,24 @@ class TieredPrefixCache:
 
     def _take(self, source: ModelSource, tokens: Sequence[int], key: bytes) -> tuple[Taken | None, str]:
         """What was found, and in which tier."""
+        ssd = self._ssd
+        if ssd is None:
+            return self._best(source, tokens, key, lambda longer_than: None)
+
+        def restore(longer_than: int) -> Taken | None:
+            prepared = self.preparations.claim(source, key) if self.preparations is not None else None
+            return prepared.taken() if prepared is not None else ssd.take(source, tokens, key, longer_than)
+
+        return self._best(source, tokens, key, restore)
+
+    def _best(self, source: ModelSource, tokens: Sequence[int], key: bytes, restore: Callable[[int], Taken | None]) -> tuple[Taken | None, str]:
+        """The longer one of what is in memory and what `restore` gives, which is to be longer than so many tokens; and its tier."""
         namespace = self._namespace(source)
         found, tier = self._in_memory(namespace, source, tokens, key)
-        if self._ssd is not None:
-            longer_than = found[1] if found is not None else self._min_tokens - 1
-            prepared = self.preparations.claim(source, key) if self.preparations is not None else None
-            restored = prepared.taken() if prepared is not None else self._ssd.take(source, tokens, key, longer_than)
-            if restored is not None and restored.length > longer_than:
-                return self._keep_restored(namespace, source, tokens, restored), "ssd"
+        longer_than = found[1] if found is not None else self._min_tokens - 1
+        restored = restore(longer_than)
+        if restored is not None and restored.length > longer_than:
+            return self._keep_restored(namespace, source, tokens, restored), "ssd"
         if found is None:
             return None, ""
         entry, length = found

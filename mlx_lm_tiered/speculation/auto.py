@@ -124,7 +124,7 @@ class Chooser:
         self._known = 0.0  # when the pending token is known where no draft is asked for
         self._length: int | None = None  # of the sequence, as far as the account goes
         self._quiet = 1  # plain steps since the last round or lookup
-        self._waited = self._verified = False
+        self._waited = self._verified = self._beside = False
         self._before = 0
 
     def allowed(self, length: int) -> int:
@@ -138,11 +138,15 @@ class Chooser:
         elif length != self._length:
             self._known = now + (self._step or 0.0)  # others decoded with it
         self._entered, self._length = now, length
-        self._waited = self._verified = False
+        self._waited = self._verified = self._beside = False
         tokens = self._choose() if self._step is not None else 0
         self._shared.pauses += self._before > 0 == tokens
         self._before = self._shared.tokens = tokens
         return tokens
+
+    def beside(self) -> None:
+        """The drafter computes something of its own beside the step that comes: what that takes says nothing."""
+        self._beside = True
 
     def waited(self) -> None:
         """A draft was asked for, and with it the pending token: what follows does not overlap with computing it."""
@@ -164,6 +168,9 @@ class Chooser:
 
     def _stepped(self, now: float) -> None:
         """Account for a plain step."""
+        if self._beside:
+            self._quiet = 1
+            return
         if self._waited or self._quiet < 2:
             # After a round there may be more to compute than a step: tokens forwarded once more.
             if self._step is not None:

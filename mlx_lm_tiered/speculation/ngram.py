@@ -34,6 +34,9 @@ class NGramSource:
     def begin(self, model: Any = None) -> NGramDrafter:
         return NGramDrafter()
 
+    def report(self) -> None:
+        return None
+
 
 class NGramDrafter:
     """Implements `Drafter` over the sequence's own tokens, of which it keeps no copy.
@@ -41,6 +44,8 @@ class NGramDrafter:
     Where text repeats by chance, drafts soon cease: each one of which nothing was right
     asks for a longer match the next time, and so do hopes of which nothing came.
     """
+
+    computed = False
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # of a pair of tokens, the place of its second

@@ -5,13 +5,14 @@ from __future__ import annotations
 from mlx_lm_hooks import Invocation, UsageError
 
 from ..settings import AUTO, Settings, flag
+from .choose import Drafting
 
 NAMES = ("spec_strict", "spec_sampling")
 
 
-def check(settings: Settings, invocation: Invocation) -> None:
+def check(settings: Settings, drafting: Drafting, invocation: Invocation) -> None:
     """Refuse what does nothing or contradicts itself. Raises UsageError."""
-    if settings.speculation == "off" and getattr(invocation.args, "draft_model", None) is None:
+    if drafting.source == "off":
         for name in NAMES:
             # An environment name alone may come from a shell profile; a flag is meant.
             if name in invocation.given and getattr(settings, name) != getattr(Settings, name):

@@ -91,7 +91,8 @@ class Speculating:
     def report(self) -> dict[str, Any]:
         """What `/stats` shows."""
         auto = self._auto.report() if self.tokens == AUTO else None
-        return {"source": self.source.name, "draft_tokens": self.tokens, "strict": self._strict, "sampling": self._sampling, "refused": self._refused or None, **self._tally.report(), "auto": auto}
+        report = {"source": self.source.name, "draft_tokens": self.tokens, "strict": self._strict, "sampling": self._sampling, "refused": self._refused or None}
+        return {**report, **self._tally.report(), "auto": auto, "draft_model": self.source.report()}
 
 
 class _Request:
@@ -128,7 +129,10 @@ class _Request:
         if most < 1:
             return NONE
         try:
-            return self._drafted_by(self._drafter, row, most).first(most) if self._drafter.hopes(row.tokens) else NONE
+            hopes = self._drafter.hopes(row.tokens)
+            if self._chooser is not None and self._drafter.computed:
+                self._chooser.beside()
+            return self._drafted_by(self._drafter, row, most).first(most) if hopes else NONE
         except Exception as error:
             # Nothing was forwarded yet: the request goes on without drafts.
             self._drafter = None

@@ -30,7 +30,12 @@ NONE = Draft([])
 
 
 class Drafter(Protocol):
-    """The drafts of one sequence. Generation thread only."""
+    """The drafts of one sequence. Generation thread only.
+
+    `computed` says whether the last `hopes` has something of the drafter's own computed beside the step that comes.
+    """
+
+    computed: bool
 
     def hopes(self, tokens: Sequence[int]) -> bool:
         """Whether a draft may come behind `tokens` and one more token, which is still being computed. Asked before each step, so it must be quick.
@@ -66,3 +71,6 @@ class DraftSource(Protocol):
 
     def begin(self, model: Any) -> Drafter:
         """The drafter of a new sequence that `model` generates."""
+
+    def report(self) -> dict[str, Any] | None:
+        """What `/stats` shows of the model that drafts; None where there is none. Any thread."""

@@ -200,6 +200,7 @@ EFFECTS = {
     "prompt_cache_min_tokens": "test_directory.py::test_28_the_queues_size_and_the_least_prefix_are_kept",
     "kv_scheme": "test_schemes.py::test_12_batches_and_tiers_answer_as_one_request_alone",
     "speculation": "test_speculation.py::test_turns_from_ram_and_disk_are_those_of_plain_decoding",
+    "draft_model": "test_speculation.py::test_2_and_3_turns_with_a_draft_model_are_those_of_plain_decoding",
     "num_draft_tokens": "test_speculation.py::test_turns_from_ram_and_disk_are_those_of_plain_decoding",
     "spec_sampling": "test_speculation.py::test_who_decides_sampled_tokens",
     "spec_strict": "test_speculation.py::test_strictly_nothing_is_taken_back",

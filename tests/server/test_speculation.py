@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -103,3 +106,49 @@ def test_who_decides_sampled_tokens(tiny_llama, tmp_path):
     found = stats["speculation"]
     assert before["rejection_requests"] == 0 and found["rejection_requests"] == 3 and found["sampling"] == "rejection"
     assert stats["faults"] == {} and found["accepted"] > before["accepted"] and {len(answer[1]) for answer in answers} <= set(range(1, 41))
+
+
+def test_2_and_3_turns_with_a_draft_model_are_those_of_plain_decoding(tiny_gemma4, tiny_llama, cache_dir, tmp_path):
+    """Its own caches come from RAM and, after a restart, from the disk, as the requests' do."""
+    drafting = ("--draft-model", str(tiny_llama), "--ssd-restore", "always")
+    with tiered(tiny_gemma4, None, "--prompt-cache-bytes", "0", log=tmp_path / "plain.log") as server:
+        expected = turns(server, {})
+    reused = []
+    for start in ("first", "second"):
+        with tiered(tiny_gemma4, cache_dir, *drafting, log=tmp_path / f"{start}.log") as server:
+            assert turns(server, {}) == expected
+            stats = server.stats()
+            assert server.terminate() == 0
+        found = stats["speculation"]
+        assert stats["faults"] == {} and stats["keys_shortened"] == 0
+        assert found["source"] == "draft" and found["draft_tokens"] == 3 and found["refused"] is None and found["accepted"] > 0
+        reused.append((stats["hits_by_tier"], found["draft_model"]))
+    (warm, first), (restored, second) = reused
+    assert warm["ram"] >= len(STOPS) and restored["ssd"] >= len(STOPS)
+    assert first["reused_tokens"] > len(STOPS) * 150 and second["reused_tokens"] > 1.5 * first["reused_tokens"] and second["computed_tokens"] < first["computed_tokens"] / 2
+
+
+def test_a_draft_model_leaves_requests_in_their_batch(tiny_gemma4, tiny_llama, tmp_path):
+    prompts = [f"{number} {PROMPT}" for number in range(8)]
+    with tiered(tiny_gemma4, None, "--draft-model", str(tiny_llama), log=tmp_path / "log") as server:
+        alone = [ask(server, prompt, 40) for prompt in prompts]
+        before = server.stats()["speculation"]["target_calls"]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            together = list(pool.map(lambda prompt: ask(server, prompt, 40), prompts))
+        stats = server.stats()
+    assert together == alone and stats["faults"] == {}
+    # One at a time each would verify drafts as before.
+    assert before > 100 and stats["speculation"]["target_calls"] - before < before / 2
+
+
+@pytest.mark.parametrize(("flags", "says"), [(("--draft-model", "/no/such/model"), "--draft-model /no/such/model: there is no such directory")])
+def test_a_draft_model_that_is_not_there_ends_the_start(tiny_llama, flags, says):
+    command = [sys.executable, "-m", "mlx_lm.server", "--plugin", "tiered", "--model", str(tiny_llama), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 2 and [line for line in done.stderr.splitlines() if "error:" in line and says in line] == done.stderr.splitlines()[-1:]
+
+
+def test_speculation_off_leaves_a_draft_model_to_mlx_lm(tiny_llama, tmp_path):
+    with tiered(tiny_llama, None, "--speculation", "off", "--draft-model", str(tiny_llama), log=tmp_path / "log") as server:
+        answer = server.complete(PROMPT, max_tokens=8)
+        assert "speculation" not in answer.usage and server.stats()["speculation"] is None and len(answer.text) > 8

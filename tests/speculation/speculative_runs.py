@@ -23,6 +23,8 @@ class Ended(NamedTuple):
 class Known:
     """A drafter that knows the answer: each draft is right up to a place that moves from draft to draft, and wrong behind."""
 
+    computed = False
+
     def __init__(self, prompt: Sequence[int], answer: Sequence[int]):
         self.start, self.answer, self.count = len(prompt), answer, 0
 

@@ -13,6 +13,7 @@ from test_sequences import generated, prompt_of
 from mlx_lm_hooks import Invocation, UsageError
 from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.settings import AUTO, Settings
+from mlx_lm_tiered.speculation.choose import Drafting
 from mlx_lm_tiered.speculation.options import check
 
 
@@ -87,13 +88,13 @@ def test_another_row_may_join_in_the_middle_of_a_draft():
     assert list(answers.values()) == expected
 
 
-def check_given(speculation: str = "ngram", draft_model: str | None = None, given: frozenset[str] = frozenset({"spec_strict"}), **settings) -> None:
-    check(Settings(speculation=speculation, spec_strict=True, **settings), Invocation("server", Namespace(draft_model=draft_model), given))
+def check_given(source: str = "ngram", given: frozenset[str] = frozenset({"spec_strict"}), **settings) -> None:
+    check(Settings(spec_strict=True, **settings), Drafting(source), Invocation("server", Namespace(), given))
 
 
 def test_what_does_nothing_is_refused():
     check_given()
-    check_given("off", draft_model="small")
+    check_given("draft")
     check_given("off", given=frozenset())  # the environment's
     with pytest.raises(UsageError, match="--spec-strict does nothing without --speculation"):
         check_given("off")

@@ -54,9 +54,14 @@ class AssistantSource:
         assert self._assistant is not None and self._target is not None
         return AssistantDrafter(self._assistant, self._target, self._position, self._window)
 
+    def report(self) -> dict[str, Any]:
+        return {"model": str(self._path)}
+
 
 class AssistantDrafter:
     """Implements `Drafter`. It holds nothing of the sequence but which token of its last round is the last one that was right."""
+
+    computed = False
 
     def __init__(self, assistant: AssistantModel, target: Target, position: str, window: int | None):
         self._assistant, self._target = assistant, target
