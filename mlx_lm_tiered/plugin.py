@@ -15,7 +15,7 @@ from . import settings as table
 from .runtime import Runtime
 from .schemes.choose import choose
 from .speculation.choose import choose as choose_drafting
-from .speculation.options import check as check_verification
+from .speculation.options import check as check_verification, open_trace
 
 _runtime: Runtime | None = None
 
@@ -44,8 +44,10 @@ def mlx_lm_configure(invocation: Invocation) -> None:
     drafting = choose_drafting(settings, invocation)
     scheme = choose(settings.kv_scheme, invocation)
     check_verification(settings, drafting, invocation)
+    runtime = Runtime(settings, scheme, drafting)
+    runtime.trace = open_trace(settings, drafting, runtime.statistics)
     mlx_lm_unconfigure()
-    _runtime = Runtime(settings, scheme, drafting)
+    _runtime = runtime
     _runtime.args = invocation.args
     _runtime.seeded = "seed" in invocation.given
     if invocation.command == "server" and settings.warm is not None:

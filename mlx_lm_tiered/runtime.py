@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .schemes.scheme import Scheme
     from .speculation.requests import Speculating
     from .speculation.source import DraftSource
+    from .speculation.trace import Trace
     from .storage import Storage
 
 logger = logging.getLogger("mlx_lm_tiered")
@@ -70,6 +71,7 @@ class Runtime:
         self.source: ModelSource | None = None  # the model that was loaded last
         self._loaded = threading.Event()  # once there is one, or the end
         self.warmer: Warms | None = None
+        self.trace: Trace | None = None  # with --spec-trace
         self.seeded = False  # whether the command was given a seed
         self.saves_itself = False  # a script has no idle turns and no shutdown of a server
         self._process = os.getpid()
@@ -131,7 +133,7 @@ class Runtime:
         if self._speculation is None and self._drafting.source != "off":
             from .speculation.requests import Speculating
 
-            self._speculation = Speculating(self._draft_source(), self.settings.num_draft_tokens, self.statistics, strict=self.settings.spec_strict, sampling=self._sampling())
+            self._speculation = Speculating(self._draft_source(), self.settings.num_draft_tokens, self.statistics, strict=self.settings.spec_strict, sampling=self._sampling(), trace=self.trace)
         return self._speculation
 
     def _sampling(self) -> str:
@@ -332,6 +334,8 @@ class Runtime:
             if self.saves_itself and self.engine is None:
                 self.flush_on_this_thread(self.settings.shutdown_timeout)
             self.storage.close()
+        if self.trace is not None:
+            self.trace.close()
         self._caches.clear()
 
     # Inside

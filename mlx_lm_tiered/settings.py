@@ -165,6 +165,9 @@ class Settings:
         "Who decides drafted tokens of requests that sample: target (the model's own sampled token, as without drafts) or rejection (speculative sampling, which accepts more of drafts drawn at random). Requests with a seed keep target.",
         shown="target", metavar="RULE",
     )  # fmt: skip
+    spec_trace: Path | None = _setting(
+        None, parse_file, "Append what became of each draft to FILE, one JSON object a line.", shown="none", metavar="FILE"
+    )
     spec_strict: bool = _setting(
         False, parse_switch, "Verify drafts one token at a time, exactly as decoding without drafts computes: identical output in any precision, and no faster. For tests.",
         shown="off",

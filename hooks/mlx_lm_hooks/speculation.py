@@ -29,6 +29,10 @@ class SpeculativeRow(Protocol):
         """How many tokens may be verified behind the pending one; more would only be thrown away."""
 
     @property
+    def draft_tokens(self) -> int | Literal["auto"] | None:
+        """How many tokens its client wants drafted at a time, if it says so: 0 for none, ``auto`` for as many as pay."""
+
+    @property
     def together(self) -> bool:
         """Whether several positions may be sampled at once: nothing that decides a token looks at those before it."""
 

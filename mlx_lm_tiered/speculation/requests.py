@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_lm_hooks import Speculator, SpeculativeRow
@@ -15,11 +16,13 @@ from ..settings import AUTO
 from ..statistics import Statistics
 from .acceptance import Rejection, Rule, Target
 from .auto import Auto, Chooser
+from .choose import MOST
 from .executor import Executor, Outcome, Verifier
 from .rollback import singles
 from .source import NONE, Draft, Drafter, DraftSource
 from .strict import Stepwise
 from .tally import Tally
+from .trace import Trace
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -39,14 +42,17 @@ class Speculating:
         *,
         strict: bool = False,
         sampling: str = "target",
+        trace: Trace | None = None,
     ):
         self.source = source
         self._strict = strict
         self._sampling = sampling
+        self._trace = trace
         self._auto = Auto(clock)
         self.tokens = tokens if tokens is not None else source.tokens
         self._statistics = statistics
         self._tally = Tally()
+        self._chooses = self.tokens == AUTO  # whether some request does
         self._model: Callable[[], Any] = lambda: None  # that was looked at last
         self._refused = ""
 
@@ -62,16 +68,27 @@ class Speculating:
     def begin(self, model: Any, row: SpeculativeRow) -> Speculator | None:
         if self._model() is not model:
             self.model_loaded(model)  # a script's
-        if self._refused:
+        if self._refused or (tokens := self._tokens(row)) == 0:
             return None
         if reason := _refusal(row.caches):
             logger.info("a request decodes without speculation: %s", reason)
             return None
         self._tally.requests += 1
-        tokens = self._auto.begin(model) if self.tokens == AUTO else int(self.tokens)
         rule = self._rule(row)
         verifier = Stepwise(model, rule) if self._strict else Executor(model, self._tally, rule)
-        return _Request(self.source.begin(model), verifier, rule.draws, tokens, self._tally, self._statistics)
+        drafts = self._auto.begin(model) if tokens == AUTO else int(tokens)
+        self._chooses = self._chooses or tokens == AUTO
+        trace = functools.partial(self._trace.round, self._tally.requests) if self._trace is not None else None
+        return _Request(self.source.begin(model), verifier, rule.draws, drafts, self._tally, self._statistics, trace)
+
+    def _tokens(self, row: SpeculativeRow) -> int | str:
+        """How many to draft for a request: what its client says, or the setting."""
+        asked = row.draft_tokens
+        if asked is None:
+            return self.tokens
+        if asked == AUTO:
+            return 0 if self._strict else AUTO  # none pays
+        return min(asked, MOST)
 
     def _rule(self, row: SpeculativeRow) -> Rule:
         draws = row.draws if self._sampling == "rejection" else ""
@@ -90,7 +107,7 @@ class Speculating:
 
     def report(self) -> dict[str, Any]:
         """What `/stats` shows."""
-        auto = self._auto.report() if self.tokens == AUTO else None
+        auto = self._auto.report() if self._chooses else None
         report = {"source": self.source.name, "draft_tokens": self.tokens, "strict": self._strict, "sampling": self._sampling, "refused": self._refused or None}
         return {**report, **self._tally.report(), "auto": auto, "draft_model": self.source.report()}
 
@@ -98,19 +115,30 @@ class Speculating:
 class _Request:
     """Implements `Speculator`."""
 
-    def __init__(self, drafter: Drafter, verifier: Verifier, draws: bool, tokens: int | Chooser, tally: Tally, statistics: Statistics):
+    def __init__(
+        self,
+        drafter: Drafter,
+        verifier: Verifier,
+        draws: bool,
+        tokens: int | Chooser,
+        tally: Tally,
+        statistics: Statistics,
+        trace: Callable[[int, list[int], int, Sequence[int]], None] | None,
+    ):
         self._drafter: Drafter | None = drafter
         self._verifier = verifier
         self._draws = draws  # whether drafts may be drawn at random
         self._tokens, self._chooser = (0, tokens) if isinstance(tokens, Chooser) else (tokens, None)
         self._tally = tally
         self._statistics = statistics
+        self._trace = trace
+        self._ended = False
         self._length = 0  # of the sequence, after the last step
         self._calls = self._drafted = self._accepted = 0
 
     def advance(self, row: SpeculativeRow) -> bool:
         if self._verifier.open and len(row.tokens) != self._length:
-            self._decided(self._verifier.end())  # others have decoded with it
+            self._decided(row, self._verifier.end())  # others have decoded with it
         if not self._verifier.open:
             draft = self._draft(row)
             if not draft.tokens:
@@ -119,7 +147,7 @@ class _Request:
         outcome = self._verifier.step(row)
         self._length = len(row.tokens)
         if outcome is not None:
-            self._decided(outcome)
+            self._decided(row, outcome)
         return True
 
     def _draft(self, row: SpeculativeRow) -> Draft:
@@ -139,11 +167,13 @@ class _Request:
             self._statistics.fault("drafting", f"drafting failed: {type(error).__name__}: {error}; the request decodes plainly")
             return NONE
 
-    def _decided(self, outcome: Outcome) -> None:
+    def _decided(self, row: SpeculativeRow, outcome: Outcome) -> None:
         """Count what became of a draft, and tell who made it."""
         drafted, accepted = len(outcome.drafted), outcome.accepted
         self._tally.verified(drafted, accepted, outcome.calls)
         self._calls, self._drafted, self._accepted = self._calls + outcome.calls, self._drafted + drafted, self._accepted + accepted
+        if self._trace is not None:
+            self._trace(outcome.position, outcome.drafted, accepted, row.tokens[outcome.position :][: accepted + 1])
         if self._drafter is not None:
             self._drafter.verified(drafted, accepted)
         if self._chooser is not None:
@@ -162,6 +192,10 @@ class _Request:
         return {"drafted_tokens": self._drafted, "accepted_tokens": self._accepted, "target_calls": self._calls}
 
     def end(self) -> None:
+        if not self._ended and self._calls:
+            share = self._accepted / self._drafted
+            logger.info("drafted %d tokens, %d of them right (%.0f %%), in %d forwards", self._drafted, self._accepted, 100 * share, self._calls)
+        self._ended = True
         drafter, self._drafter = self._drafter, None
         try:
             if drafter is not None:

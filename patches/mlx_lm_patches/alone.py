@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from . import asked
 from .drawing import Drawing
+from .usage import ROWS
 
 
 class AloneRow(Drawing):
@@ -34,6 +36,11 @@ class AloneRow(Drawing):
         if self._pending is None:
             self._pending = int(self._batch._next_tokens.item())
         return self._pending
+
+    @property
+    def draft_tokens(self) -> int | Literal["auto"] | None:
+        row = vars(self._batch).get(ROWS, {}).get(self._batch.uids[0])
+        return asked.drafts(row.mailbox.args) if row is not None else None
 
     @property
     def room(self) -> int:

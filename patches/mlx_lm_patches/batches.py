@@ -127,6 +127,7 @@ def build(original: type, runtime: Runtime) -> type:
         def _watch_decoding(self) -> None:
             """Have what a decoding step gave at hand when a later part of the step fails: its rows have moved on."""
             batch = self._generation_batch
+            setattr(batch, usage.ROWS, self._rows)
 
             def next() -> list[Any]:
                 self._decoding = True

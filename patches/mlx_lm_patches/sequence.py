@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_lm_hooks.speculation import Speculator
 
-from . import usage
+from . import asked, usage
 from .drawing import Drawing
 from .progress import Progress
 from .runtime import Runtime
@@ -47,7 +47,7 @@ def _generate(original: Callable[..., Any], options: dict[str, Any], runtime: Ru
         raise AssertionError("a prefill without tokens to generate gave one")
     progress = options["prompt_progress_callback"]
     prompt = list(progress.tokens) if isinstance(progress, Progress) else options["prompt"].tolist()
-    row = SequenceRow(options, prompt, first.token, first.logprobs, _asked(runtime))
+    row = SequenceRow(options, prompt, first.token, first.logprobs, _args(runtime))
     with mx.stream(options["stream"]):
         speculator = _begun(runtime, row)
     handed = 0
@@ -78,7 +78,7 @@ def _generate(original: Callable[..., Any], options: dict[str, Any], runtime: Ru
                 usage.end(runtime, speculator)
 
 
-def _asked(runtime: Runtime) -> Any:
+def _args(runtime: Runtime) -> Any:
     """Upstream's arguments of the server's request that is served now; None in a script."""
     engine = runtime.here.engine
     return engine.current.args if engine is not None and engine.current is not None else None
@@ -108,7 +108,7 @@ class _First:
 class SequenceRow(Drawing):
     """Implements the contract's `SpeculativeRow` as `generate_step` samples. `burst` has what was emitted and not handed out yet."""
 
-    def __init__(self, options: dict[str, Any], tokens: list[int], token: Any, logprobs: Any, asked: Any = None):
+    def __init__(self, options: dict[str, Any], tokens: list[int], token: Any, logprobs: Any, args: Any = None):
         from mlx_lm.sample_utils import greedy_sampler
 
         self.model, self.caches, self.tokens = options["model"], options["prompt_cache"], tokens
@@ -117,7 +117,8 @@ class SequenceRow(Drawing):
         self._most = options["max_tokens"]
         self._sampler = options["sampler"] or greedy_sampler
         self._processors = options["logits_processors"] or ()
-        self._seeded = getattr(asked, "seed", None) is not None
+        self._seeded = getattr(args, "seed", None) is not None
+        self.draft_tokens = asked.drafts(args)
         self._context = options["prompt"]
         self._ahead = [(token, logprobs)]  # the pending token (1,) with its log-probabilities (vocabulary), and those sampled behind it
         self._pending: int | None = None

@@ -6,11 +6,14 @@ from typing import Any
 
 from mlx_lm_hooks.speculation import Speculator
 
+from . import asked
 from .isolation import Row
 from .runtime import Runtime
 
 # Where a batch has what drafts for its rows, by uid; None for one that cannot speculate.
 SPECULATORS = "_mlx_lm_patches_speculators"
+# Where a batch has the server's requests that its rows are, by uid.
+ROWS = "_mlx_lm_patches_rows"
 # Where upstream's context has what its request's speculator said at the end.
 USAGE = "_mlx_lm_patches_speculation"
 
@@ -42,9 +45,13 @@ def tell(runtime: Runtime, context: Any, speculator: Speculator) -> None:
 
 
 def handler(base: type, runtime: Runtime) -> type:
-    """The server's handler class, whose answers say in `usage` what speculation did for them."""
+    """The server's handler class, whose requests may say how many drafts they want, and whose answers say in `usage` what speculation did for them."""
 
     class Handler(base):  # type: ignore[misc, valid-type]
+        def validate_model_parameters(self) -> None:
+            asked.mark(self)
+            super().validate_model_parameters()
+
         def generate_response(self, *args: Any, **kwargs: Any) -> Any:
             return _told(runtime, super().generate_response(*args, **kwargs))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import pickle
 
 import pytest
 from mlx_lm import load
 from witness import Witness
 
 from mlx_lm_hooks import Invocation, Refused
-from mlx_lm_patches import admitting
+from mlx_lm_patches import admitting, asked
 from mlx_lm_patches.host import host
 from mlx_lm_patches.runtime import Fetch, Runtime
 from support.models import TINY
@@ -118,3 +120,22 @@ def test_the_memory_guard_is_asked_after_as_many_tokens_however_many_a_step_give
     assert [number for number, due in enumerate(asked, 1) if due] == [32, 64]
     together = [response, argparse.Namespace(uid=4)]
     assert [watch.due([], together) for _ in range(256)].index(True) == 255
+
+
+@pytest.mark.parametrize(("body", "says"), [({}, None), ({"num_draft_tokens": 3}, 3), ({"num_draft_tokens": 0}, 0), ({"num_draft_tokens": "auto"}, "auto")])
+def test_a_bodys_number_is_told_from_upstreams_default(body, says):
+    """Also where it was copied, or went to another rank of a distributed server."""
+    handler = argparse.Namespace(body=body, response_generator=argparse.Namespace(cli_args=argparse.Namespace(num_draft_tokens=3)))
+    handler.num_draft_tokens = body.get("num_draft_tokens", 3)
+    asked.mark(handler)
+    args = argparse.Namespace(num_draft_tokens=handler.num_draft_tokens)
+    assert isinstance(args.num_draft_tokens, int)
+    for one in (args, copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert asked.drafts(one) == says
+    assert asked.drafts(None) is None
+
+
+def test_what_is_no_number_is_left_to_upstream():
+    handler = argparse.Namespace(body={"num_draft_tokens": "some"}, num_draft_tokens="some")
+    asked.mark(handler)
+    assert handler.num_draft_tokens == "some"

@@ -203,6 +203,7 @@ EFFECTS = {
     "draft_model": "test_speculation.py::test_2_and_3_turns_with_a_draft_model_are_those_of_plain_decoding",
     "num_draft_tokens": "test_speculation.py::test_turns_from_ram_and_disk_are_those_of_plain_decoding",
     "spec_sampling": "test_speculation.py::test_who_decides_sampled_tokens",
+    "spec_trace": "test_speculation.py::test_a_request_may_say_how_many_drafts_it_wants_and_the_trace_shows_them",
     "spec_strict": "test_speculation.py::test_strictly_nothing_is_taken_back",
     "kernels": "test_schemes.py::test_4_quantized_caches_with_a_draft_model",
     "ssd_cache": "test_restart.py::test_the_same_prompt_is_cold_once",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from support.models import TINY, document
-from support.server import tiered
+from support.server import RequestFailed, tiered
 
 TEXT = document(700)
 PROMPT = TEXT + TEXT[:200]  # so that what follows was there before
@@ -141,8 +142,11 @@ def test_a_draft_model_leaves_requests_in_their_batch(tiny_gemma4, tiny_llama, t
     assert before > 100 and stats["speculation"]["target_calls"] - before < before / 2
 
 
-@pytest.mark.parametrize(("flags", "says"), [(("--draft-model", "/no/such/model"), "--draft-model /no/such/model: there is no such directory")])
-def test_a_draft_model_that_is_not_there_ends_the_start(tiny_llama, flags, says):
+@pytest.mark.parametrize(("flags", "says"), [
+    (("--draft-model", "/no/such/model"), "--draft-model /no/such/model: there is no such directory"),
+    (("--speculation", "ngram", "--spec-trace", "/no/such/trace"), "--spec-trace /no/such/trace cannot be written: No such file or directory"),
+])
+def test_what_is_not_there_ends_the_start(tiny_llama, flags, says):
     command = [sys.executable, "-m", "mlx_lm.server", "--plugin", "tiered", "--model", str(tiny_llama), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 2 and [line for line in done.stderr.splitlines() if "error:" in line and says in line] == done.stderr.splitlines()[-1:]
@@ -152,3 +156,38 @@ def test_speculation_off_leaves_a_draft_model_to_mlx_lm(tiny_llama, tmp_path):
     with tiered(tiny_llama, None, "--speculation", "off", "--draft-model", str(tiny_llama), log=tmp_path / "log") as server:
         answer = server.complete(PROMPT, max_tokens=8)
         assert "speculation" not in answer.usage and server.stats()["speculation"] is None and len(answer.text) > 8
+
+
+def test_a_request_may_say_how_many_drafts_it_wants_and_the_trace_shows_them(tiny_llama, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    flags = ["--speculation", "ngram", "--num-draft-tokens", "4", "--spec-trace", str(file), "--prompt-cache-bytes", "0"]
+    numbers = (None, 0, 2, 100, "auto")
+    with tiered(tiny_llama, None, *flags, log=tmp_path / "log") as server:
+        found = {}
+        for path, options in PATHS.items():
+            for number in numbers:
+                asked = {} if number is None else {"num_draft_tokens": number}
+                answer = server.complete(PROMPT, max_tokens=60, tokens=True, **options, **asked)
+                found[path, number] = answer.tokens, answer.usage.get("speculation")
+        assert server.stats()["speculation"]["auto"] is not None
+        for number in ("some", -1):
+            with pytest.raises(RequestFailed, match="num_draft_tokens"):
+                ask(server, PROMPT, 4, num_draft_tokens=number)
+        log = server.log()
+        stats = server.stats()["speculation"]
+    rounds = [json.loads(line) for line in file.read_text().splitlines()]
+    request = 0
+    for path in PATHS:
+        assert len({tuple(found[path, number][0]) for number in numbers}) == 1
+        for number in numbers:
+            told = found[path, number][1]
+            if number == 0:
+                assert told is None
+                continue
+            request += 1
+            drafts = [len(line["drafted"]) for line in rounds if line["request"] == request]
+            assert sum(drafts) == told["drafted_tokens"] and len(drafts) == told["target_calls"]
+            if number != "auto":
+                assert max(drafts) == {None: 4, 2: 2}.get(number, max(drafts)) and (number != 100 or 4 < max(drafts) <= 64)
+    assert request == stats["requests"] and file.stat().st_mode & 0o777 == 0o600
+    assert log.count("of them right") == len({line["request"] for line in rounds})

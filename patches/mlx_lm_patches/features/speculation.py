@@ -121,6 +121,16 @@ SEAMS = [
     Seam(
         feature="speculation",
         module="mlx_lm.server",
+        qualname="APIHandler.validate_model_parameters",
+        kind="check",
+        signature="(self)",
+        bodies={"e5fde0e0a5df60e6": "0.32.0", "cba98a6cd849eb74": "0.32.1 0.32.2"},
+        why="checks `num_draft_tokens`, of the body or the command line, before it is handed on",
+        until=UNTIL,
+    ),
+    Seam(
+        feature="speculation",
+        module="mlx_lm.server",
         qualname="APIHandler.generate_response",
         kind="check",
         signature=(
