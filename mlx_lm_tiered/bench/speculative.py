@@ -2,7 +2,8 @@
 
 Three tasks: ``copy`` (the answer repeats the prompt's text), ``edit`` (it repeats it
 with a word exchanged) and ``free`` (it goes on with a text). The prompts begin the answer
-themselves, so that a model that follows no instructions does them, too.
+themselves, so that a model that follows no instructions does them, too. A draft model is
+loaded beforehand; that it computes the prompt, beside the first tokens, is part of the time.
 """
 
 from __future__ import annotations
@@ -33,30 +34,34 @@ class Run(NamedTuple):
     report: dict[str, Any]
 
 
-def run(model_path: Path, source: str, gammas: Sequence[int], prefix_tokens: int, decode_tokens: int, repeats: int) -> dict[str, Any]:
+def run(
+    model_path: Path, source: str, gammas: Sequence[int], prefix_tokens: int, decode_tokens: int, repeats: int, draft_model: Path | None = None
+) -> dict[str, Any]:
     """`rows`: for each task and number of drafts the speedup, the acceptance, and whether all answers were plain decoding's; beside it the speedup with ``auto``."""
     from mlx_lm import load
 
     model, tokenizer = load(str(model_path))
+    plainly: dict[str, Any] = {"speculation": "off"}
+    drafting: dict[str, Any] = {"speculation": source} if draft_model is None else {"draft_model": str(draft_model)}
     rows = []
     for task in TASKS:
         tokens = _prompt(task, tokenizer, prefix_tokens)
         caches = prefilled(model, tokens[:-1])
-        _answer(model, caches, tokens, 8, "off", 1)
+        _answer(model, caches, tokens, 8, plainly)
         choices: tuple[int | str, ...] = (*gammas, AUTO)
         times: dict[int | str, list[float]] = {gamma: [] for gamma in choices}
         reports: dict[int | str, dict[str, Any]] = {}
         equal = dict.fromkeys(choices, True)
         for _ in range(repeats):
             for gamma in choices:
-                plain = _answer(model, caches, tokens, decode_tokens, "off", 1)
-                speculative = _answer(model, caches, tokens, decode_tokens, source, gamma)
+                plain = _answer(model, caches, tokens, decode_tokens, plainly)
+                speculative = _answer(model, caches, tokens, decode_tokens, drafting | {"num_draft_tokens": gamma})
                 times[gamma].append(plain.seconds / speculative.seconds)
                 reports[gamma] = speculative.report
                 equal[gamma] &= plain.tokens == speculative.tokens
         auto = {**spread("auto_speedup", times[AUTO]), "auto_acceptance": reports[AUTO]["acceptance"], "auto_target_calls": reports[AUTO]["target_calls"]}
         rows += [_row(task, gamma, times[gamma], reports[gamma], equal[gamma] and equal[AUTO]) | auto for gamma in gammas]
-    return {"source": source, "prefix_tokens": prefix_tokens, "decode_tokens": decode_tokens, "repeats": repeats, "rows": rows}
+    return {"source": source, "draft_model": str(draft_model) if draft_model else None, "prefix_tokens": prefix_tokens, "decode_tokens": decode_tokens, "repeats": repeats, "rows": rows}
 
 
 def _row(task: str, gamma: int, ratios: list[float], report: dict[str, Any], equal: bool) -> dict[str, Any]:
@@ -76,12 +81,16 @@ def _prompt(task: str, tokenizer: Any, count: int) -> list[int]:
     return list(tokenizer.encode(f"{' '.join(words)}.{AGAIN}{' '.join(second[:begun])}"))
 
 
-def _answer(model: Any, caches: list[Any], tokens: list[int], count: int, source: str, gamma: int | str) -> Run:
-    """`caches` hold all tokens but the last, and go on holding them."""
-    enable(speculation=source, num_draft_tokens=gamma, prompt_cache_bytes=0)
+def _answer(model: Any, caches: list[Any], tokens: list[int], count: int, settings: dict[str, Any]) -> Run:
+    """`caches` hold all tokens but the last, and go on holding them. Raises ValueError when the drafts are not for this model."""
+    enable(prompt_cache_bytes=0, **settings)
     try:
+        _generated(model, caches, tokens, 1)  # which has a draft model loaded, and drafts nothing
         emitted, seconds = _generated(model, caches, tokens, count)
-        return Run(emitted, seconds, (stats() or {})["speculation"] or {})
+        report = (stats() or {})["speculation"] or {}
+        if report.get("refused"):
+            raise ValueError(f"there is nothing to measure: {report['refused']}")
+        return Run(emitted, seconds, report)
     finally:
         disable()
 

@@ -88,6 +88,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     restoring.set_defaults(run=run_bench_restore)
     endurance.add_parsers(benches)
     speculative.add_parser(benches)
+    speculative.add_streams_parser(benches)
     sampling.add_parser(benches)
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     count(start_up, "--repeats", 40, "starts with and without it", "R")

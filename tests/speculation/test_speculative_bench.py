@@ -41,6 +41,35 @@ def test_a_wrong_token_or_a_lost_prefix_is_a_fault():
         assert len(stops.found(good | {name: value})) == 1
 
 
+def test_a_draft_model_is_measured_the_same_way(tmp_path):
+    file = tmp_path / "figures.json"
+    options = ["--gammas", "2", "--prefix-tokens", "60", "--decode-tokens", "24", "--repeats", "1", "--source", "draft"]
+    assert main(["bench", "speculative", "--model", str(TINY["lfm2"]), "--draft-model", str(TINY["llama"]), *options, "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert result["source"] == "draft" and all(row["tokens_equal"] and row["drafted"] > 0 for row in result["rows"])
+
+
+def test_streams_are_measured_against_a_server_without_drafts(tmp_path):
+    file = tmp_path / "figures.json"
+    options = ["--streams", "3", "--prefix-tokens", "40", "--decode-tokens", "16", "--repeats", "1", "--json", str(file)]
+    assert main(["bench", "streams", "--model", str(TINY["llama"]), "--draft-model", str(TINY["llama"]), *options]) == 0
+    result = json.loads(file.read_text())
+    assert result["text_equal"] and result["throughput_ratio"] > 0 and result["single_ratio"] > 0 and result["acceptance"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--source", "draft"], "--source draft needs --draft-model"),
+        (["--draft-model", "small"], "does nothing with --source ngram"),
+        (["--source", "assistant", "--draft-model", str(TINY["llama"])], "is no assistant"),
+    ],
+)
+def test_a_source_and_its_model_belong_together(options, says, capsys):
+    assert main(["bench", "speculative", "--model", str(TINY["llama"]), *options]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_the_edited_text_is_another_and_the_copied_one_is_not():
     class Characters:
         encode = staticmethod(list)
