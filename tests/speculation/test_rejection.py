@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,7 @@ from mlx_lm_tiered.bench import sampling
 from mlx_lm_tiered.bench.sampling import TOKENS, Table, TableSource, chi_square
 from mlx_lm_tiered.cli import main
 from mlx_lm_tiered.speculation.acceptance import accepted_or_else
+from mlx_lm_tiered.speculation.draft_model import DraftModelSource, Pair
 from mlx_lm_tiered.speculation.source import Draft
 
 
@@ -63,6 +65,22 @@ def test_generated_pairs_fit(tmp_path):
         assert (found["rejection_requests"] > 0) == (found["rule"] == "rejection")
         assert 0.1 < found["acceptance"] < 0.95 and found["target_calls"] < found["samples"] == 2000
     assert drawn["acceptance"] > likeliest["acceptance"] + 0.05, "more should be accepted of drafts that are drawn"
+
+
+def test_a_draft_models_drafts_are_drawn_and_fit():
+    """Verified a token at a time, too."""
+    tables = np.random.default_rng(2)
+    model = Table(tables.normal(0, 1.5, (TOKENS, TOKENS)))
+    small = Table(np.array(model.table) + tables.normal(0, 1, (TOKENS, TOKENS)))
+    for strict in (False, True):
+        with speculation(3, spec_sampling="rejection", spec_strict=strict) as run:
+            run.source = DraftModelSource(Path("small"))
+            run.source.refuses, run.source._pair = lambda model: "", Pair(small, TOKENS, TOKENS)
+            counts = sampling.pairs(model, 1000, make_sampler(temp=0.7, top_k=6))
+            assert 0.2 < run.report()["acceptance"] < 0.95 and run.faults() == {}
+        weights = np.exp(np.array(model.table) / 0.7)
+        weights[weights < np.sort(weights, axis=-1)[:, 2:3]] = 0  # the two least likely of eight
+        assert chi_square(counts, weights / weights.sum(axis=-1, keepdims=True))["fits"]
 
 
 def test_a_wrong_distribution_does_not_fit():
