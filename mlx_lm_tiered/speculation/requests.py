@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from mlx_lm_hooks import Speculator, SpeculativeRow
@@ -15,11 +15,12 @@ from ..caches import UnknownCacheClass, kind_of
 from ..settings import AUTO
 from ..statistics import Statistics
 from .acceptance import Rejection, Rule, Target
-from .auto import Auto, Chooser
+from .auto import Auto
 from .choose import MOST
-from .executor import Executor, Outcome, Verifier
+from .executor import Executor
+from .request import Request
 from .rollback import singles
-from .source import NONE, Draft, Drafter, DraftSource
+from .source import DraftSource
 from .strict import Stepwise
 from .tally import Tally
 from .trace import Trace
@@ -79,7 +80,7 @@ class Speculating:
         drafts = self._auto.begin(model) if tokens == AUTO else int(tokens)
         self._chooses = self._chooses or tokens == AUTO
         trace = functools.partial(self._trace.round, self._tally.requests) if self._trace is not None else None
-        return _Request(self.source.begin(model), verifier, rule.draws, drafts, self._tally, self._statistics, trace)
+        return Request(self.source.begin(model), verifier, rule.draws, drafts, self._tally, self._statistics, trace)
 
     def _tokens(self, row: SpeculativeRow) -> int | str:
         """How many to draft for a request: what its client says, or the setting."""
@@ -110,98 +111,6 @@ class Speculating:
         auto = self._auto.report() if self._chooses else None
         report = {"source": self.source.name, "draft_tokens": self.tokens, "strict": self._strict, "sampling": self._sampling, "refused": self._refused or None}
         return {**report, **self._tally.report(), "auto": auto, "draft_model": self.source.report()}
-
-
-class _Request:
-    """Implements `Speculator`."""
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        verifier: Verifier,
-        draws: bool,
-        tokens: int | Chooser,
-        tally: Tally,
-        statistics: Statistics,
-        trace: Callable[[int, list[int], int, Sequence[int]], None] | None,
-    ):
-        self._drafter: Drafter | None = drafter
-        self._verifier = verifier
-        self._draws = draws  # whether drafts may be drawn at random
-        self._tokens, self._chooser = (0, tokens) if isinstance(tokens, Chooser) else (tokens, None)
-        self._tally = tally
-        self._statistics = statistics
-        self._trace = trace
-        self._ended = False
-        self._length = 0  # of the sequence, after the last step
-        self._calls = self._drafted = self._accepted = 0
-
-    def advance(self, row: SpeculativeRow) -> bool:
-        if self._verifier.open and len(row.tokens) != self._length:
-            self._decided(row, self._verifier.end())  # others have decoded with it
-        if not self._verifier.open:
-            draft = self._draft(row)
-            if not draft.tokens:
-                return False
-            self._verifier.begin(row, draft)
-        outcome = self._verifier.step(row)
-        self._length = len(row.tokens)
-        if outcome is not None:
-            self._decided(row, outcome)
-        return True
-
-    def _draft(self, row: SpeculativeRow) -> Draft:
-        if self._drafter is None:
-            return NONE
-        most = min(self._tokens if self._chooser is None else self._chooser.allowed(len(row.tokens)), row.room)
-        if most < 1:
-            return NONE
-        try:
-            hopes = self._drafter.hopes(row.tokens)
-            if self._chooser is not None and self._drafter.computed:
-                self._chooser.beside()
-            return self._drafted_by(self._drafter, row, most).first(most) if hopes else NONE
-        except Exception as error:
-            # Nothing was forwarded yet: the request goes on without drafts.
-            self._drafter = None
-            self._statistics.fault("drafting", f"drafting failed: {type(error).__name__}: {error}; the request decodes plainly")
-            return NONE
-
-    def _decided(self, row: SpeculativeRow, outcome: Outcome) -> None:
-        """Count what became of a draft, and tell who made it."""
-        drafted, accepted = len(outcome.drafted), outcome.accepted
-        self._tally.verified(drafted, accepted, outcome.calls)
-        self._calls, self._drafted, self._accepted = self._calls + outcome.calls, self._drafted + drafted, self._accepted + accepted
-        if self._trace is not None:
-            self._trace(outcome.position, outcome.drafted, accepted, row.tokens[outcome.position :][: accepted + 1])
-        if self._drafter is not None:
-            self._drafter.verified(drafted, accepted)
-        if self._chooser is not None:
-            self._chooser.verified(drafted, accepted)
-
-    def _drafted_by(self, drafter: Drafter, row: SpeculativeRow, most: int) -> Draft:
-        pending = row.pending  # waits
-        if self._chooser is not None:
-            self._chooser.waited()
-        return drafter.draft(row.tokens, pending, most, row.caches, row.probabilities if self._draws else None)
-
-    def rewind(self, row: SpeculativeRow, count: int) -> None:
-        self._verifier.rewind(row, count)
-
-    def usage(self) -> dict[str, int]:
-        return {"drafted_tokens": self._drafted, "accepted_tokens": self._accepted, "target_calls": self._calls}
-
-    def end(self) -> None:
-        if not self._ended and self._calls:
-            share = self._accepted / self._drafted
-            logger.info("drafted %d tokens, %d of them right (%.0f %%), in %d forwards", self._drafted, self._accepted, 100 * share, self._calls)
-        self._ended = True
-        drafter, self._drafter = self._drafter, None
-        try:
-            if drafter is not None:
-                drafter.end()
-        except Exception as error:
-            self._statistics.fault("drafting", f"ending a request's drafts failed: {type(error).__name__}: {error}")
 
 
 def _refusal(caches: Any) -> str:

@@ -24,13 +24,17 @@ class Drawing:
 
     @property
     def together(self) -> bool:
-        return self.independent and self.draws == "greedy"
+        return self.independent and self._greedy
+
+    @property
+    def _greedy(self) -> bool:
+        from mlx_lm.sample_utils import greedy_sampler
+
+        return self._sampler is greedy_sampler  # which nothing wraps (see `isolation`)
 
     @property
     def draws(self) -> Literal["greedy", "seeded", "random", "unknown"]:
-        from mlx_lm.sample_utils import greedy_sampler
-
-        if inspect.unwrap(self._sampler) is greedy_sampler:
+        if self._greedy:
             return "greedy"
         if self._seeded:
             return "seeded"

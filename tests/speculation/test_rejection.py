@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from argparse import Namespace
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +14,9 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 from speculative_runs import plain, speculation
 
+from mlx_lm_hooks import Invocation
 from mlx_lm_patches.drawing import shown
+from mlx_lm_tiered import plugin
 from mlx_lm_tiered.bench import sampling
 from mlx_lm_tiered.bench.sampling import TOKENS, Table, TableSource, chi_square
 from mlx_lm_tiered.cli import main
@@ -175,6 +178,17 @@ def test_greedy_requests_are_those_of_plain_decoding():
         run.source = TableSource(model, drawn=True)
         assert (sampling.pairs(model, 300, greedy_sampler) == expected).all()
         assert run.report()["rejection_requests"] == 0 and run.report()["acceptance"] == 1.0 and run.faults() == {}
+
+
+def test_a_commands_seed_keeps_its_output():
+    """Of ``mlx_lm.generate --seed``: plain decoding's tokens."""
+    args = Namespace(speculation="ngram", spec_sampling="rejection", seed=3)
+    for given, rule in (({"speculation", "spec_sampling"}, "rejection"), ({"speculation", "spec_sampling", "seed"}, "target")):
+        plugin.mlx_lm_configure(Invocation("generate", args, frozenset(given)))
+        try:
+            assert plugin.current().speculation().report()["sampling"] == rule
+        finally:
+            plugin.mlx_lm_unconfigure()
 
 
 def test_of_equal_distributions_every_draft_is_accepted():
