@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from pairs import V, cases, target, write_assistant
 from speculative_runs import generate, generator, plain, speculation
 
@@ -153,6 +154,19 @@ def test_a_request_that_was_among_others_drafts_again_when_it_is_alone(tmp_path:
         counted, faults = run.report(), run.faults()
     assert [got[uid] for uid in uids] == expected and faults == {}
     assert counted["target_calls"] > alone > 0 and counted["accepted"] >= 3
+
+
+def test_it_computes_in_the_models_type(tmp_path: Path):
+    import mlx.core as mx
+
+    model, source = echo(tmp_path, "u12b")
+    model.set_dtype(mx.bfloat16)
+    assert source.refuses(model) == ""
+    with speculation(2, lambda: source.begin(model)) as run:
+        generate(model, prompt_of(40), 12)
+        assert run.faults() == {} and run.report()["drafted"] > 0
+    assert source._assistant is not None
+    assert {array.dtype for _, array in tree_flatten(source._assistant.parameters())} == {mx.bfloat16}
 
 
 def test_a_model_that_it_does_not_fit_is_refused_by_name(tmp_path: Path):

@@ -46,6 +46,8 @@ class AssistantSource:
         except (config.BadArtifact, pairing.NotAPair) as error:
             return str(error)
         self._target, self._model = Target(model, self._assistant.config.heads), model
+        # In another type it would have all keys and values converted for each draft.
+        self._assistant.set_dtype(self._target.dtype)
         return ""
 
     def begin(self, model: Any) -> AssistantDrafter:

@@ -43,6 +43,7 @@ class Target:
         # The caches are in the order of the layers.
         self._lenders = {kind: lending_layer(model, kind) for kind in kinds}
         self.window: int = self._trunk.config.sliding_window
+        self.dtype: mx.Dtype = self._trunk.norm.weight.dtype
         self._seen = _watched(self._trunk)
 
     def embed(self, tokens: mx.array) -> mx.array:
