@@ -149,7 +149,7 @@ class Runtime:
         if self._drafting.source == "assistant":
             from .speculation.assistant.source import AssistantSource
 
-            return AssistantSource(path)
+            return AssistantSource(path, self.settings.assistant_position, self.settings.assistant_window)
         from .speculation.draft_model import DraftModelSource
 
         self._draft = ModelSource(path, key=("draft", str(path)))

@@ -64,6 +64,17 @@ def parse_drafts(text: str | int) -> int | str:
         raise ValueError(f"{text!r} is neither auto nor a number") from None
 
 
+def parse_window(text: str | int) -> int:
+    """A positive number of tokens. Raises ValueError."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ValueError(f"{text!r} is not a number of tokens above 0")
+    return value
+
+
 def parse_seconds(text: str | float) -> float:
     """A non-negative number of seconds. Raises ValueError."""
     try:
@@ -155,6 +166,15 @@ class Settings:
         None, parse_name,
         "Directory or hub name of a model of the same vocabulary, or of an assistant of the model, that drafts; --speculation off leaves the flag to mlx-lm.",
         shown="none", metavar="MODEL", upstream=True, server=True,
+    )  # fmt: skip
+    assistant_position: str = _setting(
+        "hold", one_of("hold", "advance", "before"),
+        "Where an assistant places its drafts: hold (all at the next token's place), advance (each one further), before (all at the last token's). Changes what is accepted, never the output.",
+        shown="hold", metavar="PLACE", needs="draft_model", server=True,
+    )  # fmt: skip
+    assistant_window: int | None = _setting(
+        None, parse_window, "How many of the newest tokens an assistant sees of sliding layers, at most as many as the model does. Changes what is accepted, never the output.",
+        shown="the model's window", metavar="TOKENS", needs="draft_model", server=True,
     )  # fmt: skip
     num_draft_tokens: int | str | None = _setting(
         None, parse_drafts, "Tokens that are drafted at a time at most, or auto: as many as pay, by what was measured in the request.",

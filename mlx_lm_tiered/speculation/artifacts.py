@@ -35,17 +35,22 @@ def model_type(path: Path) -> str:
     if not any(path.glob("model*.safetensors")):
         raise ValueError(f"{path} has no weights (model*.safetensors)")
     if kind in ASSISTANTS:
-        from .assistant.config import read
+        from .assistant.weights import examine
 
-        read(path)
-    else:
-        from mlx_lm import utils
-
-        try:
-            utils._get_classes(config)
-        except Exception as error:
-            raise ValueError(f"mlx-lm cannot load it: {error}") from error
+        examine(path)
+    elif not _has_code(kind):
+        raise ValueError(f"mlx-lm cannot load it: it has no code for the model type {kind}")
     return kind
+
+
+def _has_code(kind: str) -> bool:
+    """Whether mlx-lm has a module for a model type. Found, not imported: a model's module that comes before the plugin's hooks keeps mlx-lm's attention."""
+    from importlib.util import find_spec
+
+    from mlx_lm import utils
+
+    names = {utils.MODEL_REMAPPING.get(kind, kind), *(name for (one, _), name in utils.MODEL_ARCHITECTURE_REMAPPING.items() if one == kind)}
+    return any(name.isidentifier() and find_spec(f"mlx_lm.models.{name}") is not None for name in names)
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -201,6 +201,8 @@ EFFECTS = {
     "kv_scheme": "test_schemes.py::test_12_batches_and_tiers_answer_as_one_request_alone",
     "speculation": "test_speculation.py::test_turns_from_ram_and_disk_are_those_of_plain_decoding",
     "draft_model": "test_speculation.py::test_2_and_3_turns_with_a_draft_model_are_those_of_plain_decoding",
+    "assistant_position": "test_assistant.py::test_where_drafts_stand_and_what_they_see_changes_acceptance_only",
+    "assistant_window": "test_assistant.py::test_where_drafts_stand_and_what_they_see_changes_acceptance_only",
     "num_draft_tokens": "test_speculation.py::test_turns_from_ram_and_disk_are_those_of_plain_decoding",
     "spec_sampling": "test_speculation.py::test_who_decides_sampled_tokens",
     "spec_trace": "test_speculation.py::test_a_request_may_say_how_many_drafts_it_wants_and_the_trace_shows_them",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from argparse import ArgumentParser, Namespace
 
 import assistants
@@ -13,7 +15,7 @@ from mlx_lm_tiered.settings import Settings, add_arguments
 from mlx_lm_tiered.speculation.artifacts import ASSISTANTS
 from mlx_lm_tiered.speculation.assistant.config import KINDS
 from mlx_lm_tiered.speculation.choose import choose
-from support.models import TINY
+from support.models import ASSISTANT, TINY
 
 
 LLAMA = str(TINY["llama"])
@@ -112,3 +114,26 @@ def test_upstreams_own_flag_takes_auto_and_numbers():
 def test_what_contradicts_itself_is_refused(given, says):
     with pytest.raises(UsageError, match=says):
         start(**given)
+
+
+@pytest.mark.parametrize("model", [TINY["llama"], ASSISTANT], ids=["model", "assistant"])
+def test_choosing_imports_no_models_module(model):
+    """One that is imported before the plugin's hooks are in place keeps mlx-lm's attention, and a KV scheme is off for it."""
+    script = f"""
+import sys, argparse
+import mlx_lm.server
+before = set(sys.modules)
+from mlx_lm_hooks import Invocation
+from mlx_lm_tiered.settings import Settings
+from mlx_lm_tiered.speculation.choose import choose
+from mlx_lm_tiered.runtime import Runtime
+settings = Settings(draft_model={str(model)!r})
+drafting = choose(settings, Invocation("server", argparse.Namespace(draft_model={str(model)!r}), frozenset({{"draft_model"}})))
+assert drafting.path is not None
+from mlx_lm_tiered.speculation.assistant.source import AssistantSource
+from mlx_lm_tiered.speculation.draft_model import DraftModelSource
+(AssistantSource if drafting.source == "assistant" else DraftModelSource)(drafting.path)
+print([name for name in set(sys.modules) - before if name.startswith("mlx_lm.models.")])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -14,12 +14,11 @@ import mlx.core as mx
 from mlx import nn
 import numpy as np
 
-from . import config as configuration
 from . import weights
-from .config import AssistantConfig, BadArtifact, is_assistant
+from .config import AssistantConfig, BadArtifact
 from .model import AssistantModel
 
-__all__ = ["AssistantConfig", "BadArtifact", "is_assistant", "load"]
+__all__ = ["AssistantConfig", "BadArtifact", "load"]
 
 
 def load(path: str | PathLike[str]) -> AssistantModel:
@@ -28,9 +27,7 @@ def load(path: str | PathLike[str]) -> AssistantModel:
     Matrices that are quantized stay so. `config.num_assistant_tokens` of what is
     returned is how many tokens it is meant to draft at a time.
     """
-    directory = Path(path)
-    config = configuration.read(directory)
-    layout = weights.read(directory, config)
+    config, layout = weights.examine(path)
     model = AssistantModel(config, layout.centroid_head)
     if layout.quantized:
         nn.quantize(model, class_predicate=lambda place, module: layout.quantized.get(place, False))

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.models.gemma4_text import ModelArgs
-
 SLIDING, FULL = "sliding_attention", "full_attention"
 # By model type: the default of backbone_hidden_size, of the window, and of positions.
 KINDS = {"gemma4_assistant": (1536, 512, 131072), "gemma4_unified_assistant": (3840, 1024, 262144)}
@@ -43,27 +41,45 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Text:
+    """The layers, under the names of mlx-lm's `gemma4_text.ModelArgs`.
+
+    Not that class itself: a model's module that is imported before the plugin's hooks
+    are in place keeps mlx-lm's attention, and configurations are read before.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    head_dim: int
+    global_head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    num_kv_shared_layers: int
+    rope_parameters: dict[str, dict[str, Any]]
+    sliding_window: int
+    max_position_embeddings: int
+    layer_types: list[str]
+    hidden_size_per_layer_input: int = 0
+    use_double_wide_mlp: bool = False
+
+
+@dataclass(frozen=True)
 class AssistantConfig:
-    """`text` are the layers, in mlx-lm's terms; `heads` by layer type. Centroid counts are None where the file has nonsense: tied heads do not use them."""
+    """`text` are the layers; `heads` by layer type. Centroid counts are None where the file has nonsense: tied heads do not use them."""
 
     model_type: str
     backbone_hidden_size: int
     num_centroids: int | None
     centroid_intermediate_top_k: int | None
     num_assistant_tokens: int
-    text: ModelArgs
+    text: Text
     heads: Mapping[str, Heads]
 
     @property
     def layer_types(self) -> list[str]:
-        types = self.text.layer_types
-        assert types is not None
-        return types
-
-
-def is_assistant(config: Mapping[str, Any]) -> bool:
-    """Whether the config.json is an assistant's."""
-    return config.get("model_type") in KINDS
+        return self.text.layer_types
 
 
 def read(directory: Path) -> AssistantConfig:
@@ -88,7 +104,7 @@ def read(directory: Path) -> AssistantConfig:
         raise BadArtifact(f"text_config.hidden_activation is {str(text.get('hidden_activation'))[:40]!r}; assistants have gelu_pytorch_tanh")
     if text.get("enable_moe_block", False):
         raise BadArtifact("text_config.enable_moe_block is set; assistants have no experts")
-    args = ModelArgs(
+    args = Text(
         hidden_size=text.integer("hidden_size", 2304),
         num_hidden_layers=layers,
         intermediate_size=text.integer("intermediate_size", 9216),
@@ -98,11 +114,9 @@ def read(directory: Path) -> AssistantConfig:
         rms_norm_eps=text.number("rms_norm_eps", 1e-6),
         vocab_size=text.integer("vocab_size", 262144),
         num_kv_shared_layers=layers,
-        hidden_size_per_layer_input=0,
         rope_parameters=_rope(text),
         sliding_window=text.integer("sliding_window", window),
         max_position_embeddings=text.integer("max_position_embeddings", positions),
-        use_double_wide_mlp=False,
         layer_types=types,
     )
     return AssistantConfig(

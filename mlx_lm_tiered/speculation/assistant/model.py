@@ -93,13 +93,14 @@ class AssistantModel(nn.Module):
         super().__init__()
         self.config = config
         width, backbone = config.text.hidden_size, config.backbone_hidden_size
-        self.model = Backbone(config.text)
+        args = ModelArgs(**vars(config.text))
+        self.model = Backbone(args)
         self.pre_projection = nn.Linear(2 * backbone, width, bias=False)
         self.post_projection = nn.Linear(width, backbone, bias=False)
         self.masked_embedding = None
         if centroid_head:
             assert config.num_centroids is not None and config.centroid_intermediate_top_k is not None
-            self.masked_embedding = MaskedEmbedding(config.text, config.num_centroids, config.centroid_intermediate_top_k)
+            self.masked_embedding = MaskedEmbedding(args, config.num_centroids, config.centroid_intermediate_top_k)
 
     def __call__(
         self, embedded: mx.array, hidden: mx.array, shared_kv: Mapping[str, BorrowedKV | tuple[Any, Any]], position: int

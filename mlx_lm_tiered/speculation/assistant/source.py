@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..source import NONE, Draft
-from . import artifact, config, pairing
-from .model import AssistantModel
-from .target import Target
+from . import config
+
+# Gemma 4's layers are imported with the first model: imported before the plugin's hooks are in place they would keep mlx-lm's attention.
+if TYPE_CHECKING:
+    from .model import AssistantModel
+    from .target import Target
 
 # How the drafts of one round are placed: all at the pending token's place as transformers does,
 # each a place further (mlx-optiq), or all at the last known token's (other engines).
@@ -38,6 +41,9 @@ class AssistantSource:
         self._model: Any = None
 
     def refuses(self, model: Any) -> str:
+        from . import artifact, pairing
+        from .target import Target
+
         self._target = self._model = None
         try:
             if self._assistant is None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from . import config as configuration
 from .config import AssistantConfig, BadArtifact, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -44,6 +46,13 @@ class Layout:
     tensors: Mapping[str, tuple[Path, str]]  # the file, and the tensor's name in it
     quantized: Mapping[str, dict[str, Any]]
     centroid_head: bool
+
+
+def examine(path: str | PathLike[str]) -> tuple[AssistantConfig, Layout]:
+    """What the artifact in the directory `path` says about itself, with no weights in memory. Raises BadArtifact."""
+    directory = Path(path)
+    config = configuration.read(directory)
+    return config, read(directory, config)
 
 
 def read(directory: Path, config: AssistantConfig) -> Layout:
