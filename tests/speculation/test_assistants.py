@@ -15,6 +15,7 @@ from speculative_runs import generate, generator, plain, speculation
 from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.speculation.assistant.source import AssistantSource
 from mlx_lm_tiered.speculation.source import Draft
+from support.models import ASSISTANT, TINY, document
 
 GOLDEN = Path(__file__).parent / "golden" / "optiq_spec.json"
 
@@ -154,6 +155,24 @@ def test_a_request_that_was_among_others_drafts_again_when_it_is_alone(tmp_path:
         counted, faults = run.report(), run.faults()
     assert [got[uid] for uid in uids] == expected and faults == {}
     assert counted["target_calls"] > alone > 0 and counted["accepted"] >= 3
+
+
+def test_a_trained_pair_is_right_often_and_changes_no_token():
+    """Prompts within the window, past it, and of several chunks."""
+    from mlx_lm import load
+
+    model, tokenizer = load(str(TINY["gemma4_text"]))
+    source = AssistantSource(ASSISTANT)
+    assert source.refuses(model) == "" and source.tokens == 2
+    text = tokenizer.encode(document(3000))
+    prompts = [text[:length] for length in (5, 40, 600)]
+    with plain():
+        expected = [generate(model, prompt, 40).tokens for prompt in prompts]
+    with speculation(1, lambda: source.begin(model)) as run:
+        for run.tokens in (1, 2, 4):
+            assert [generate(model, prompt, 40).tokens for prompt in prompts] == expected
+        counted, faults = run.report(), run.faults()
+    assert faults == {} and counted["acceptance_by_position"][0] > 0.6 and counted["mean_accepted"] > 1
 
 
 def test_it_computes_in_the_models_type(tmp_path: Path):
