@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_lm_hooks import Engine, ModelSource, Serves
 
+from . import drafting
 from .identity import stat_signature
 from .index.keys import token_key
 from .memory.guard import MemoryGuard
-from .prefix.beside import Beside
 from .prefix.probing import Look, look_in_ram
 from .prefix.ram import RamTier
 from .prefix.relief import Relief
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .schemes.plan import Plan
     from .schemes.scheme import Scheme
     from .speculation.requests import Speculating
-    from .speculation.source import DraftSource
     from .speculation.trace import Trace
     from .storage import Storage
 
@@ -58,10 +57,9 @@ class Warms(Protocol):
 class Runtime:
     """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
 
-    def __init__(self, settings: Settings, spec: Spec = PLAIN, drafting: Drafting = Drafting()):
+    def __init__(self, settings: Settings, spec: Spec = PLAIN, chosen: Drafting = Drafting()):
         self.settings = settings
-        self._drafting = drafting
-        self._draft: ModelSource | None = None  # a draft model with caches of its own
+        self._drafting = chosen
         self._spec = spec
         self._scheme: Scheme | None = None
         self._speculation: Speculating | None = None
@@ -133,31 +131,13 @@ class Runtime:
         if self._speculation is None and self._drafting.source != "off":
             from .speculation.requests import Speculating
 
-            self._speculation = Speculating(self._draft_source(), self.settings.num_draft_tokens, self.statistics, strict=self.settings.spec_strict, sampling=self._sampling(), trace=self.trace)
+            source = drafting.source(self._drafting, self.settings, lambda: next(iter(self._caches), None), self._served_path, self.guard.spare)
+            self._speculation = Speculating(source, self.settings.num_draft_tokens, self.statistics, strict=self.settings.spec_strict, sampling=self._sampling(), trace=self.trace)
         return self._speculation
 
     def _sampling(self) -> str:
         """Of ``mlx_lm.generate --seed`` and the like the random numbers are chosen for the whole run: drafts leave its output alone."""
         return "target" if self.seeded else self.settings.spec_sampling
-
-    def _draft_source(self) -> DraftSource:
-        path = self._drafting.path
-        if path is None:
-            from .speculation.ngram import NGramSource
-
-            return NGramSource()
-        if self._drafting.source == "assistant":
-            from .speculation.assistant.source import AssistantSource
-
-            return AssistantSource(path, self.settings.assistant_position, self.settings.assistant_window)
-        from .speculation.draft_model import DraftModelSource
-
-        self._draft = ModelSource(path, key=("draft", str(path)))
-        return DraftModelSource(path, self._beside, self._served_path)
-
-    def _beside(self) -> Beside | None:
-        cache = next(iter(self._caches), None)
-        return Beside(cache, self._draft) if cache is not None and self._draft is not None else None
 
     def _served_path(self) -> Path | None:
         """Where the model that answers came from, as far as that is known."""
@@ -175,8 +155,8 @@ class Runtime:
         self._loaded.set()
         if self.storage is not None and source.path is not None:
             self.storage.identities.request(source)
-            if self._draft is not None:
-                self.storage.identities.request(self._draft)
+            if (draft := drafting.identity(self._drafting)) is not None:
+                self.storage.identities.request(draft)
         if self.engine is not None:
             self.guard.model_loaded()
 

@@ -39,6 +39,10 @@ class Prefixes(Protocol):
         """Nothing will be taken."""
 
 
+# Whether memory has room for a model's caches: of the model, given what makes them, of so many tokens, computed so many at a time.
+Fits = Callable[[Any, Callable[[Any], list[Any]], int, int], bool]
+
+
 class Pair(NamedTuple):
     """A draft model with the numbers of logits that it and the model that answers have."""
 
@@ -53,8 +57,15 @@ class DraftModelSource:
     name = "draft"
     tokens = 3  # mlx-lm's default
 
-    def __init__(self, path: Path, prefixes: Callable[[], Prefixes | None] = lambda: None, target: Callable[[], Path | None] = lambda: None):
+    def __init__(
+        self,
+        path: Path,
+        prefixes: Callable[[], Prefixes | None] = lambda: None,
+        target: Callable[[], Path | None] = lambda: None,
+        fits: Fits = lambda *wanted: True,
+    ):
         self._path = path
+        self._fits = fits
         self._prefixes = prefixes
         self._target = target
         self._model: Any = None
@@ -73,7 +84,7 @@ class DraftModelSource:
 
     def begin(self, model: Any) -> DraftModelDrafter:
         assert self._pair is not None
-        return DraftModelDrafter(self._pair, self._prefixes(), self._counts)
+        return DraftModelDrafter(self._pair, self._prefixes(), self._fits, self._counts)
 
     def report(self) -> dict[str, Any]:
         return {"model": str(self._path), "reused_tokens": self._counts["reused"], "computed_tokens": self._counts["computed"]}
@@ -82,8 +93,9 @@ class DraftModelSource:
 class DraftModelDrafter:
     """Implements `Drafter`. The draft model's caches hold a prefix of the sequence and catch up with it beside plain steps: at first, and when others decoded with it."""
 
-    def __init__(self, pair: Pair, prefixes: Prefixes | None, counts: Counter[str]):
+    def __init__(self, pair: Pair, prefixes: Prefixes | None, fits: Fits, counts: Counter[str]):
         self._pair = pair
+        self._fits = fits
         self._counts = counts
         self._prefixes = prefixes
         self._following: Following | None = None
@@ -95,7 +107,10 @@ class DraftModelDrafter:
     def hopes(self, tokens: Sequence[int]) -> bool:
         self.computed = False
         self._tokens = tokens
-        if not self._fits(tokens):
+        if not self._has(tokens):
+            return False
+        behind = len(tokens) - (self._following.held if self._following is not None else 0)
+        if behind > BEHIND and not self._fits(self._pair.model, new_caches, behind, CHUNK):
             return False
         if self._following is None:
             self._first = self._first or list(tokens)
@@ -156,7 +171,7 @@ class DraftModelDrafter:
         self._counts["reused"] += held
         return Following(self._pair.model, caches, held)
 
-    def _fits(self, tokens: Sequence[int]) -> bool:
+    def _has(self, tokens: Sequence[int]) -> bool:
         """Whether the draft model has all tokens: not those that stand for image content, nor those past its vocabulary."""
         while self._fitting < len(tokens) and 0 <= tokens[self._fitting] < self._pair.size:
             self._fitting += 1

@@ -16,6 +16,7 @@ from speculative_runs import generate, generator, plain
 from mlx_lm_hooks import UsageError, disable, enable
 from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.bench.in_process import prefilled
+from mlx_lm_tiered.memory.room import Room
 from mlx_lm_tiered.plugin import current
 from mlx_lm_tiered.speculation import draft_model, vocabulary
 from mlx_lm_tiered.speculation.draft_model import DraftModelSource
@@ -177,6 +178,20 @@ def test_it_catches_up_in_pieces_beside_plain_steps(monkeypatch):
     assert [found[0], found[1]] == expected and counted["acceptance"] == 1.0
     # 230 tokens in pieces of 50 leave the last 30 for the draft; then 40 tokens came while it slept, of which one piece leaves few.
     assert 4 <= alone[0] - 4 <= 6 and 1 <= alone[2] - alone[1] <= 6
+
+
+def test_it_does_not_catch_up_where_memory_has_no_room_for_its_caches():
+    model, tokenizer = load(str(TINY["llama"]))
+    tokens, spare = prompt_of(tokenizer, 200), [0]
+    source = DraftModelSource(TINY["llama"], fits=Room(lambda: spare[0]))
+    assert source.refuses(model) == ""
+    drafter = source.begin(model)
+    assert not drafter.hopes(tokens) and not drafter.computed
+    spare[0] = 200 * 1000  # 200 tokens take half as much again
+    assert not drafter.hopes(tokens) and not drafter.computed
+    spare[0] = 10**8
+    assert not drafter.hopes(tokens) and drafter.computed
+    assert drafter.hopes(tokens)
 
 
 def test_auto_switches_garbage_off(garbage):
