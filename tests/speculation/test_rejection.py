@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_sampler
 from speculative_runs import plain, speculation
 
 from mlx_lm_hooks import Invocation
-from mlx_lm_patches.drawing import shown
+from mlx_lm_patches.drawing import Drawing, shown
 from mlx_lm_tiered import plugin
 from mlx_lm_tiered.bench import sampling
 from mlx_lm_tiered.bench.sampling import TOKENS, Table, TableSource, chi_square
@@ -150,6 +150,16 @@ def test_what_a_sampler_draws_from_is_what_it_draws(settings: dict):
         assert found["fits"]
     else:  # both are of a random number of coins
         assert np.abs(counts / counts.sum() - expected).max() < 0.1 and (expected[counts > 0] > 0).all()
+
+
+def test_each_position_has_a_coin_of_its_own():
+    class Row(Drawing):
+        _sampler = staticmethod(make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1))
+        _processors, _seeded = (), False
+
+    assert Row().draws == "random" and Row().independent and not Row().together
+    rows = np.array(Row().probabilities(mx.broadcast_to(rows_of(6)[0][:1], (64, 6))))
+    assert rows.shape == (64, 6) and len(np.unique(rows, axis=0)) == 2
 
 
 def test_what_does_not_show_itself_is_not_guessed():

@@ -70,8 +70,11 @@ def test_another_row_may_join_in_the_middle_of_a_draft():
     with plain():
         expected = [generate(model, prompt, count).tokens for prompt, count in ((first, 40), (second, 5))]
 
+    asked, again = [], 0
+
     class Right(Known):
         def draft(self, *given):
+            asked.append(len(given[0]))
             self.count = given[2]  # the next draft is right to its end
             return super().draft(*given)
 
@@ -83,9 +86,13 @@ def test_another_row_may_join_in_the_middle_of_a_draft():
                 answers |= {uid: [] for uid in made.insert([second], max_tokens=[5])}
             for response in made.next()[1]:
                 answers[response.uid].append(response.token)
+                if response.uid == 1 and response.finish_reason is not None:
+                    again = len(first) + len(answers[0])
         made.close()
         assert run.faults() == {} and run.report()["accepted"] > 15
     assert list(answers.values()) == expected
+    # What was left of the draft went when others decoded: alone again, it drafts anew at once.
+    assert again in asked and again > asked[0] + 5
 
 
 def check_given(source: str = "ngram", given: frozenset[str] = frozenset({"spec_strict"}), **settings) -> None:
