@@ -185,6 +185,17 @@ def test_whatever_it_chooses_the_tokens_are_plain_decodings(family: str):
     assert report["draft_tokens"] == AUTO and report["auto"]["verification_steps"]
 
 
+def test_steps_beside_which_a_draft_model_catches_up_say_nothing():
+    world = World(lambda width: 1.2, lambda number: 64)
+    world.go(MEASURED + 2, hopes=False)
+    for _ in range(40):
+        assert world.chooser.allowed(world.tokens) > 0
+        world.chooser.beside()
+        world.now = world._ready = world.now + 20 * STEP
+        world.tokens += 1
+    assert world.auto.step == pytest.approx(STEP)
+
+
 def test_a_source_of_nonsense_ends_at_no_drafts():
     class Nonsense(Known):
         def draft(self, tokens, pending, most, caches, probabilities=None):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -290,3 +292,11 @@ def test_what_cannot_draft_is_one_sentence_at_start(spoil, says, tmp_path, monke
     with pytest.raises(UsageError, match=says) as refused:
         enable("tiered", draft_model=str(path))
     assert str(refused.value).startswith(f"--draft-model {path}: ") and "\n" not in str(refused.value)
+
+
+def test_mlx_lm_generate_takes_one(tiny_lfm2, tiny_llama):
+    """For a model with recurrent state, for which mlx-lm by itself refuses it; the text is that of no draft model."""
+    command = [sys.executable, "-m", "mlx_lm.generate", "--plugin", "tiered", "--model", str(tiny_lfm2), "--prompt", "The list", "--max-tokens", "24", "--verbose", "False"]
+    flags = [], ["--draft-model", str(tiny_llama)]
+    plainly, drafted = (subprocess.run([*command, *more], capture_output=True, text=True, timeout=60, check=False) for more in flags)
+    assert plainly.returncode == drafted.returncode == 0 and drafted.stdout == plainly.stdout and len(plainly.stdout) > 20
