@@ -173,6 +173,10 @@ def test_a_trained_pair_is_right_often_and_changes_no_token():
             assert [generate(model, prompt, 40).tokens for prompt in prompts] == expected
         counted, faults = run.report(), run.faults()
     assert faults == {} and counted["acceptance_by_position"][0] > 0.6 and counted["mean_accepted"] > 1
+    with speculation(2, lambda: source.begin(model), spec_strict=True) as run:
+        assert generate(model, prompts[1], 40).tokens == expected[1]
+        strict = run.report()
+    assert run.faults() == {} and strict["acceptance_by_position"][0] > 0.6 and strict["target_calls"] > strict["accepted"] > 0
 
 
 def test_it_computes_in_the_models_type(tmp_path: Path):
