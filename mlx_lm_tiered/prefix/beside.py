@@ -38,6 +38,10 @@ class Beside:
         """Store caches that hold the tokens; the caller gives them up."""
         self._cache.put(self._source, tokens, caches)
 
+    def keep(self, tokens: Sequence[int], caches: list[Any]) -> None:
+        """Store a copy where caches that have grown could not serve these tokens any more; the caller goes on with its own."""
+        self._cache.snapshot(self._source, tokens, caches)
+
     def cancel(self) -> None:
         """Nothing will be taken."""
         if self._preparation is not None:

@@ -43,7 +43,7 @@ class SsdTier:
         self._patience: dict[ModelSource, float] = {}  # what is left of it
         self._until: dict[ModelSource, float] = {}  # when it ends, for those who need not stand still
         self.chooser = chooser or Chooser(Rates(), "always")
-        self._decided: dict[bytes, Decision] = {}  # by the key of a request that has not been served yet
+        self._decided: dict[tuple[ModelSource, bytes], Decision] = {}  # by the model and the key of a request that has not been served yet
         self._early: dict[ModelSource, deque[tuple[int, int, float]]] = {}  # measured before the fingerprint was known
 
     def take(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Taken | None:
@@ -78,15 +78,15 @@ class SsdTier:
             return None
         offered = candidates(found.entry, length, usable)
         decision = self.chooser.decide(identity.fingerprint, offered, longer_than, len(tokens) - 1)
-        self._decided.pop(key, None)
-        self._decided[key] = decision
+        self._decided.pop((source, key), None)
+        self._decided[source, key] = decision
         while len(self._decided) > UNSERVED:
             del self._decided[next(iter(self._decided))]
         return (decision.chosen.entry, decision.chosen.length) if decision.chosen is not None else None
 
-    def decided(self, key: bytes, restored: bool) -> Decision | None:
+    def decided(self, source: ModelSource, key: bytes, restored: bool) -> Decision | None:
         """The decision that the request with this key was served by, once; None where there was nothing to decide, or a restore failed."""
-        decision = self._decided.pop(key, None)
+        decision = self._decided.pop((source, key), None)
         if decision is None or (decision.chosen is not None) != restored:
             return None
         self.chooser.followed(decision)

@@ -78,7 +78,7 @@ class TieredPrefixCache:
                 key = token_key(tokens)
                 taken, tier = self._take(source, tokens, key)
                 if self._ssd is not None:
-                    decision = self._ssd.decided(key, tier == "ssd")
+                    decision = self._ssd.decided(source, key, tier == "ssd")
             except Exception as error:
                 self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
         if self.is_clients(tokens):

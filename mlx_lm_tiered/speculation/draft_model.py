@@ -119,11 +119,15 @@ class DraftModelDrafter:
             self._following = self._begun(self._first)
         following = self._following
         if len(tokens) - following.held > BEHIND:
-            piece = tokens[following.held : following.held + CHUNK]
+            # Without the last token: what holds all of a request's tokens does not serve the same request again.
+            first = len(self._first) - 1
+            piece = tokens[following.held : min(following.held + CHUNK, first if following.held < first else len(tokens))]
             following.forward(piece)
             following.compute()
             self._counts["computed"] += len(piece)
             self.computed = True
+            if self._prefixes is not None and 0 <= first - following.held <= BEHIND:
+                self._prefixes.keep(self._first[: following.held], following.caches)
             return False  # it would wait for that
         return True
 

@@ -12,6 +12,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_lm_hooks import ModelSource
 from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.cold.catalog import Found
+from mlx_lm_tiered.identity import Identity
 from mlx_lm_tiered.index.keys import token_key
 from mlx_lm_tiered.prefix import ssd as ssd_tier
 from mlx_lm_tiered.prefix.ram import Entry, RamTier, usable_length
@@ -309,6 +311,36 @@ def test_what_waits_for_the_fingerprint_is_bounded_and_what_was_given_up_counted
     assert len(ssd.offered) == 5
     # Those still in the RAM tier are not lost: a flush offers them.
     assert cache.unsaved.lost == 20 - 5 - len([e for e in cache.entries() if not ssd.covers(e)]) >= 12
+
+
+def test_what_was_decided_for_a_draft_model_is_no_requests_decision():
+    """Both look for the same tokens."""
+
+    class Identities:
+        def get(self, source, timeout):
+            return Identity(source.path.name)
+
+    class Cold:
+        length, nbytes, parent = 3, 100, None
+        chain = property(lambda self: [self])
+
+        def serves(self, length):
+            return length == 3
+
+    class Store:
+        def find(self, fingerprint, namespace, key, limit):
+            return Found(Cold(), 3)
+
+        def namespaces(self, fingerprint):
+            return []
+
+    tokens = [1, 2, 3, 4]
+    key, model, draft = token_key(tokens), ModelSource(path=Path("model")), ModelSource(path=Path("draft"))
+    tier = ssd_tier.SsdTier(Store(), None, Identities(), Statistics())
+    assert tier.locate(draft, tokens, key, 0) is not None
+    assert tier.decided(model, key, True) is None and tier.chooser.stats()["decisions"]["restored"] == 0
+    assert tier.locate(model, tokens, key, 0) is not None
+    assert tier.decided(model, key, True) is not None and tier.chooser.stats()["decisions"]["restored"] == 1
 
 
 def test_requests_wait_for_a_slow_fingerprint_once(monkeypatch):

@@ -116,12 +116,13 @@ class Kept:
     def __init__(self) -> None:
         self.entries: list[tuple[list[int], list]] = []
         self.taken = 0
+        self.serves = False
 
     def ready(self, tokens) -> bool:
         return True
 
     def take(self, tokens):
-        for held, caches in reversed(self.entries):
+        for held, caches in reversed(self.entries if self.serves else []):
             if held == tokens[: len(held)] and len(held) < len(tokens):
                 self.taken += len(held)
                 return kinds.lend(caches), len(held)
@@ -130,6 +131,9 @@ class Kept:
     def put(self, tokens, caches) -> None:
         assert kinds.length(caches) in (len(tokens), None)
         self.entries.append((tokens, caches))
+
+    def keep(self, tokens, caches) -> None:
+        assert kinds.length(caches) in (len(tokens), None)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -145,6 +149,7 @@ def test_2_wherever_it_ends_its_caches_hold_what_their_key_says(name, garbage):
         run.source._prefixes = lambda: kept
         answers = [generate(model, prompt, count).tokens for count in range(1, 8)]
         assert len(kept.entries) >= 6 and kept.taken == 0
+        kept.serves = True
         assert {len(tokens) for tokens, _ in kept.entries} >= set(range(72, 76))
         for count, answer in enumerate(answers, 1):
             before, run._tally = run._tally, type(run._tally)()
@@ -152,6 +157,21 @@ def test_2_wherever_it_ends_its_caches_hold_what_their_key_says(name, garbage):
             assert run.report()["acceptance"] == 1.0 or count == 1, "drafts from kept caches are not what the model says"
             run._tally = before
         assert kept.taken > 6 * len(prompt)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+def test_the_same_prompt_again_finds_its_caches_even_where_they_cannot_be_cut(name, monkeypatch):
+    monkeypatch.setattr(draft_model, "CHUNK", 50)
+    model, tokenizer = load(str(TINY["llama"]))
+    prompt = prompt_of(tokenizer, 170)
+    with drafting(TINY[name], 3, prompt_cache_bytes=1 << 30) as run:
+        tier = current().prefix_cache(None, None, "server")
+        first = generate(model, prompt, 30).tokens
+        assert run.report()["draft_model"]["reused_tokens"] == 0 and len(tier) > 0
+        assert generate(model, prompt, 30).tokens == first
+        assert run.report()["draft_model"]["reused_tokens"] >= 150
+        generate(model, prompt + prompt[:20], 30)  # another turn than the answer's
+        assert run.report()["draft_model"]["reused_tokens"] >= 300
 
 
 def test_it_catches_up_in_pieces_beside_plain_steps(monkeypatch):
