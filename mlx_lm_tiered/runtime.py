@@ -24,7 +24,7 @@ from .prefix.relief import Relief
 from .prefix.tiers import TieredPrefixCache
 from .schemes.spec import PLAIN, Spec
 from .settings import Settings, default_ram_bytes, format_size
-from .speculation.choose import Drafting
+from .speculation.choose import OFF, Drafting
 from .statistics import Statistics
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Warms(Protocol):
 class Runtime:
     """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
 
-    def __init__(self, settings: Settings, spec: Spec = PLAIN, chosen: Drafting = Drafting()):
+    def __init__(self, settings: Settings, spec: Spec = PLAIN, chosen: Drafting = OFF):
         self.settings = settings
         self._drafting = chosen
         self._spec = spec

@@ -23,6 +23,9 @@ class Drafting(NamedTuple):
     path: Path | None = None
 
 
+OFF = Drafting()
+
+
 def choose(settings: Settings, invocation: Invocation) -> Drafting:
     """The source of drafts. Where a draft model becomes ours, it is taken away from mlx-lm. Raises UsageError."""
     source, name = _named(settings, invocation)
