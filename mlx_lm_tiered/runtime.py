@@ -162,6 +162,8 @@ class Runtime:
 
     def prefilled(self, source: ModelSource, start: int, tokens: int, seconds: float) -> None:
         """Note what a prefill chunk took; on the generation thread."""
+        if self._speculation is not None:
+            self._speculation.prefilled()
         if self.storage is not None:
             self.storage.tier.prefilled(source, start, tokens, seconds)
 

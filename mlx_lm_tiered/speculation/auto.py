@@ -88,12 +88,17 @@ class Auto:
         self.pauses = 0  # times that drafting ceased to pay
         self.tokens: int | None = None  # that the request asked last may draft
         self.step: float | None = None  # seconds, in that request
+        self.interruptions = 0  # other work between steps, which must not count as a step's time
 
     def begin(self, model: Any) -> Chooser:
         """The chooser of a new request."""
         if self._model() is not model:
             self._model, self.costs = weakref.ref(model), Costs()
         return Chooser(self, self._clock)
+
+    def interrupted(self) -> None:
+        """Something else was done since the last step: another request's prompt was prefilled, say."""
+        self.interruptions += 1
 
     def report(self) -> dict[str, Any]:
         """What `/stats` shows."""
@@ -126,6 +131,7 @@ class Chooser:
         self._quiet = 1  # plain steps since the last round or lookup
         self._waited = self._verified = self._beside = False
         self._before = 0
+        self._interruptions = shared.interruptions
 
     def allowed(self, length: int) -> int:
         """How many tokens may be drafted now, with `length` tokens in the sequence. To be asked before each step."""
@@ -133,11 +139,11 @@ class Chooser:
         if not self._verified:
             # The host has taken a step since: the next token is being computed, and known a step from now.
             if length - 1 == self._length:
-                self._stepped(now)
+                self._stepped(now, self._interruptions != self._shared.interruptions)
             self._known = now + (self._step or 0.0)
         elif length != self._length:
             self._known = now + (self._step or 0.0)  # others decoded with it
-        self._entered, self._length = now, length
+        self._entered, self._length, self._interruptions = now, length, self._shared.interruptions
         self._waited = self._verified = self._beside = False
         tokens = self._choose() if self._step is not None else 0
         self._shared.pauses += self._before > 0 == tokens
@@ -166,9 +172,9 @@ class Chooser:
         self._wrong = self._wrong * FADES + (accepted < drafted)
         self._choice = None
 
-    def _stepped(self, now: float) -> None:
-        """Account for a plain step."""
-        if self._beside:
+    def _stepped(self, now: float, interrupted: bool) -> None:
+        """Account for a plain step; `interrupted` when something else was done in between."""
+        if self._beside or interrupted:
             self._quiet = 1
             return
         if self._waited or self._quiet < 2:

@@ -66,9 +66,7 @@ class Request:
                 self._chooser.beside()
             return self._drafted_by(self._drafter, row, most).first(most) if hopes else NONE
         except Exception as error:
-            # Nothing was forwarded yet: the request goes on without drafts.
-            self._drafter = None
-            self._statistics.fault("drafting", f"drafting failed: {type(error).__name__}: {error}; the request decodes plainly")
+            self._failed("drafting", error)  # nothing was forwarded yet
             return NONE
 
     def _decided(self, row: SpeculativeRow, outcome: Outcome) -> None:
@@ -78,8 +76,11 @@ class Request:
         self._calls, self._drafted, self._accepted = self._calls + outcome.calls, self._drafted + drafted, self._accepted + accepted
         if self._trace is not None:
             self._trace(outcome.position, outcome.drafted, accepted, row.tokens[outcome.position :][: accepted + 1])
-        if self._drafter is not None:
-            self._drafter.verified(drafted, accepted)
+        try:
+            if self._drafter is not None:
+                self._drafter.verified(drafted, accepted)
+        except Exception as error:
+            self._failed("learning what became of a draft", error)
         if self._chooser is not None:
             self._chooser.verified(drafted, accepted)
 
@@ -100,6 +101,14 @@ class Request:
             share = self._accepted / self._drafted
             logger.info("drafted %d tokens, %d of them right (%.0f %%), in %d forwards", self._drafted, self._accepted, 100 * share, self._calls)
         self._ended = True
+        self._let_go()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """The request goes on without drafts."""
+        self._statistics.fault("drafting", f"{what} failed: {type(error).__name__}: {error}; the request decodes plainly")
+        self._let_go()
+
+    def _let_go(self) -> None:
         drafter, self._drafter = self._drafter, None
         try:
             if drafter is not None:

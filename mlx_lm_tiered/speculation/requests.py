@@ -82,6 +82,10 @@ class Speculating:
         trace = functools.partial(self._trace.round, self._tally.requests) if self._trace is not None else None
         return Request(self.source.begin(model), verifier, rule.draws, drafts, self._tally, self._statistics, trace)
 
+    def prefilled(self) -> None:
+        """A prompt's chunk was prefilled, perhaps between two steps of another request."""
+        self._auto.interrupted()
+
     def _tokens(self, row: SpeculativeRow) -> int | str:
         """How many to draft for a request: what its client says, or the setting."""
         asked = row.draft_tokens

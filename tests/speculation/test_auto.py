@@ -113,6 +113,22 @@ def test_where_drafts_are_wrong_it_ceases_and_what_it_loses_is_bounded(cost: flo
     assert world.lost <= 0.03 * 64 or cost > 2
 
 
+def test_what_others_prefills_take_between_steps_is_not_a_steps_time():
+    """With it a step would seem long, and so a verification cheap; and other requests of the model share what was learnt."""
+    world = World(lambda width: 9.0, lambda number: 1)
+    for _ in range(8):
+        world.request()
+        for _ in range(12):
+            world.go(1)
+            world.now += 30 * STEP
+            world.auto.interrupted()
+        world.go(30)
+    world.request()
+    before = world.rounds
+    assert not any(world.go(96)) and world.rounds == before
+    assert all(steps > 5 for _, steps in world.auto.report()["verification_steps"])
+
+
 def test_where_right_drafts_cost_more_than_they_bring_it_ceases_too():
     world = World(lambda width: 2.5 * width, lambda number: 99)
     choices = world.go(2000)

@@ -161,9 +161,21 @@ def test_a_source_of_nonsense_changes_no_token_and_one_that_fails_is_let_go():
         def draft(self, *given):
             return Draft([(token + 17) % 1000 for token in super().draft(*given).tokens])
 
+    ended = []
+
     class Failing(Known):
         def draft(self, *given):
             raise RuntimeError("no drafts today")
+
+        def end(self):
+            ended.append("drafting")
+
+    class Forgetful(Known):
+        def verified(self, drafted, accepted):
+            raise RuntimeError("what draft?")
+
+        def end(self):
+            ended.append("verified")
 
     model, _ = build("sliding")
     prompt = prompt_of(45)
@@ -176,6 +188,10 @@ def test_a_source_of_nonsense_changes_no_token_and_one_that_fails_is_let_go():
     with speculation(4, lambda: Failing(prompt, expected)) as run:
         assert generate(model, prompt, 40).tokens == expected
         assert run.faults() == {"drafting": 1} and run.report()["target_calls"] == 0
+    with speculation(4, lambda: Forgetful(prompt, expected)) as run:
+        assert generate(model, prompt, 40).tokens == expected
+        assert run.faults() == {"drafting": 1} and run.report()["target_calls"] == 1
+    assert ended == ["drafting", "verified"]
 
 
 @pytest.mark.parametrize(
