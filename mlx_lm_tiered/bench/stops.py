@@ -1,14 +1,16 @@
 """Speculation that is stopped everywhere: whether tokens, caches and the next turn are plain decoding's, from RAM and from a disk.
 
-An answer of many tokens is generated in pieces, by one ``generate_step`` each that goes on
-from the prefix that the one before stored; so every border of two pieces is a place to
-stop at, and what was stored there is used. Past a sliding window an entry can only be used
+An answer of many tokens is generated in pieces, by one ``generate_step`` each, which end at every
+place to stop at and go on from the prefix that an earlier piece stored one to nine places before;
+so what was stored at each place is used. Past a sliding window an entry can only be used
 whole: one token too many or too few in it, and it is not found or answers wrongly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,15 +23,16 @@ from .text import document
 
 MORE = 3  # tokens of the next turn's prompt
 FOLLOWING = 4  # tokens of its answer
+PIECES = 9  # places that the longest piece goes past
+SECTION = 100  # stops between two starts of the plugin: a script's entries wait in memory until its end
 
 
 def run(model_path: Path, tokens: int, every: int, drafts: int, scheme: str, prefix_tokens: int = 100) -> dict[str, Any]:
     """Stops every `every` tokens of an answer of `tokens`; the counts of stops that differ, and what was drafted."""
     import mlx_lm.server  # noqa: F401  (hooked before the model's modules are imported)
 
-    plain = {"kv_scheme": scheme, "prompt_cache_bytes": 0}
-    enable(**plain)
-    try:
+    counts: Counter[str] = Counter()
+    with _on(counts, "plain", kv_scheme=scheme, prompt_cache_bytes=0):
         from mlx_lm import load
 
         model, tokenizer = load(str(model_path))
@@ -39,45 +42,54 @@ def run(model_path: Path, tokens: int, every: int, drafts: int, scheme: str, pre
         places = list(range(every, tokens + 1, every))
         # Computed anew from the first token.
         expected = [_generated(model, [*prompt, *answer[:place], *more], FOLLOWING) for place in places]
-    finally:
-        disable()
+    stops = list(zip(places, expected, strict=True))
+    sections = [stops[at : at + SECTION] for at in range(0, len(stops), SECTION)]
     with TemporaryDirectory(prefix="mlx-lm-tiered-stops-", ignore_cleanup_errors=True) as folder:
         on = {"kv_scheme": scheme, "ssd_cache": str(Path(folder) / "cold"), "ssd_restore": "always", "speculation": "ngram", "num_draft_tokens": drafts}
-        enable(**on)
-        try:
-            wrong_tokens, wrong_next = 0, 0
-            at = 0
-            for place, following in zip(places, expected, strict=True):
-                piece = _generated(model, [*prompt, *answer[:at]], place - at)
-                wrong_tokens += piece != answer[at:place]
-                wrong_next += _generated(model, [*prompt, *answer[:place], *more], FOLLOWING) != following
-                at = place
-            first = stats() or {}
-        finally:
-            disable()
-        enable(**on)
-        try:
-            restored = [_generated(model, [*prompt, *answer[:place], *more], FOLLOWING) for place in places]
-            second = stats() or {}
-        finally:
-            disable()
+        for section in sections:
+            with _on(counts, "first", **on):
+                for place, following in section:
+                    at = max(0, place - every * (1 + place // every % PIECES))
+                    counts["wrong_tokens"] += _generated(model, [*prompt, *answer[:at]], place - at) != answer[at:place]
+                    counts["wrong_next"] += _generated(model, [*prompt, *answer[:place], *more], FOLLOWING) != following
+        for section in sections:
+            with _on(counts, "restarted", **on):
+                for place, following in section:
+                    counts["wrong_restored"] += _generated(model, [*prompt, *answer[:place], *more], FOLLOWING) != following
     return {
-        "tokens": tokens, "stops": len(places), "kv_scheme": scheme, "draft_tokens": drafts,
-        "wrong_tokens": wrong_tokens, "wrong_next_from_ram": wrong_next,
-        "wrong_next_from_ssd": sum(a != b for a, b in zip(restored, expected, strict=True)),
-        "wrong_lengths": first["keys_shortened"] + second["keys_shortened"],
-        "hits_from_ram": first["hits_by_tier"]["ram"], "hits_from_ssd": second["hits_by_tier"]["ssd"],
-        "drafted": first["speculation"]["drafted"], "accepted": first["speculation"]["accepted"],
-        "faults": {**first["faults"], **second["faults"]},
+        "tokens": tokens, "stops": len(stops), "kv_scheme": scheme, "draft_tokens": drafts,
+        "wrong_tokens": counts["wrong_tokens"], "wrong_next": counts["wrong_next"], "wrong_next_from_ssd": counts["wrong_restored"],
+        "wrong_lengths": counts["wrong_lengths"], "hits_from_ram": counts["first_ram"], "hits_after_starts": counts["first_ssd"],
+        "hits_from_ssd": counts["restarted_ssd"], "drafted": counts["drafted"], "accepted": counts["accepted"], "faults": counts["faults"],
     }  # fmt: skip
+
+
+@contextmanager
+def _on(counts: Counter[str], phase: str, **settings: Any) -> Iterator[None]:
+    """The plugin with these settings; what it counted is added to `counts`."""
+    enable(**settings)
+    try:
+        yield
+        seen = stats() or {}
+    finally:
+        disable()
+    counts["wrong_lengths"] += seen["keys_shortened"]
+    counts["faults"] += sum(seen["faults"].values())
+    for tier, hits in seen["hits_by_tier"].items():
+        counts[f"{phase}_{tier}"] += hits
+    if phase == "first":
+        for name in ("drafted", "accepted"):
+            counts[name] += seen["speculation"][name]
 
 
 def found(result: dict[str, Any]) -> list[str]:
     """What is not as it must be, in sentences."""
-    wrong = [f"{name}: {result[name]}" for name in ("wrong_tokens", "wrong_next_from_ram", "wrong_next_from_ssd", "wrong_lengths", "faults") if result[name]]
+    wrong = [f"{name}: {result[name]}" for name in ("wrong_tokens", "wrong_next", "wrong_next_from_ssd", "wrong_lengths", "faults") if result[name]]
     if not 0 < result["accepted"] < result["drafted"]:
         wrong.append("no draft was cut: nothing was tested")
-    if result["hits_from_ram"] < 2 * result["stops"] - 1 or result["hits_from_ssd"] < result["stops"]:
+    hits = result["hits_from_ram"] + result["hits_after_starts"]
+    # The pieces that begin where the answer does have nothing to go on from but the prompt, which the first stores.
+    if hits < 2 * result["stops"] - PIECES or result["hits_from_ssd"] < result["stops"]:
         wrong.append("prefixes were not found where they were stored")
     return wrong
 
