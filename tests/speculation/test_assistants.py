@@ -92,14 +92,17 @@ def echo(tmp_path: Path, name: str = "e4b", **options: Any) -> tuple[Any, Assist
 
 @pytest.mark.parametrize("scheme", ["affine:8:32", "affine:4:32@50", "turbo:k8v4"])
 def test_quantized_keys_and_values_are_borrowed_as_they_are(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from mlx_lm.models import base, gemma4_text
+    from mlx_lm.models import base
+    from mlx_lm_tiered.speculation.assistant.model import DecoderLayer
 
     prompt = prompt_of(40)
     model, source = echo(tmp_path, "wide")
+    layers = type(model.layers[0]), DecoderLayer  # of one module, or of two if another test had it imported anew
 
     def answer() -> list[int]:
         # A model's module has the attention that there was when it was imported; a server imports it with the plugin on.
-        monkeypatch.setattr(gemma4_text, "scaled_dot_product_attention", base.scaled_dot_product_attention)
+        for layer in layers:
+            monkeypatch.setitem(layer.__call__.__globals__, "scaled_dot_product_attention", base.scaled_dot_product_attention)
         return generate(model, prompt, 30).tokens
 
     with plain(kv_scheme=scheme):

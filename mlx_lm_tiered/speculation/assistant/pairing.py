@@ -39,7 +39,8 @@ def check(assistant: AssistantModel, target_model: Any) -> None:
 def text_model(target_model: Any) -> gemma4_text.Model:
     """The Gemma 4 text model that `target_model` is, or has inside. Raises NotAPair."""
     text = getattr(target_model, "language_model", target_model)
-    if not isinstance(text, gemma4_text.Model):
+    # By name: what matters is whose code it is, and a module may have been imported twice.
+    if (type(text).__module__, type(text).__name__) != (gemma4_text.__name__, "Model"):
         kind = getattr(target_model, "model_type", None) or type(target_model).__name__
         raise NotAPair(f"the assistant is for a Gemma 4 model; this one is {kind}")
     return text
