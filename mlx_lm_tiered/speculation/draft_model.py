@@ -35,6 +35,9 @@ class Prefixes(Protocol):
     def put(self, tokens: Sequence[int], caches: list[Any]) -> None:
         """Store caches that hold the tokens; the caller gives them up."""
 
+    def keep(self, tokens: Sequence[int], caches: list[Any]) -> None:
+        """Store a copy where caches that have grown could not serve these tokens any more; the caller goes on with its own."""
+
     def cancel(self) -> None:
         """Nothing will be taken."""
 

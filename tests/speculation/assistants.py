@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,36 +60,47 @@ def config(kind: str, **text: Any) -> dict[str, Any]:
 def tensors(kind: str, seed: int = 5) -> dict[str, np.ndarray]:
     """Weights in float32, by name."""
     rng = np.random.default_rng(seed)
+    made = layers(rng, D, H, HEAD_DIM)
+    return made | centroid_head(rng, D) if kind.startswith("centroid") else made
 
-    def matrix(*shape: int) -> np.ndarray:
-        return rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)
 
-    def norm(length: int) -> np.ndarray:
-        return rng.uniform(0.6, 1.4, length).astype(np.float32)
-
+def layers(rng: np.random.Generator, width: int, hidden: int, dims: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """All but a centroid head, of an assistant so wide for a target of a hidden size; `dims` are the heads' by layer type."""
     made = {
-        "model.embed_tokens.weight": matrix(V, D),
-        "model.norm.weight": norm(D),
-        "pre_projection.weight": matrix(D, 2 * H),
-        "post_projection.weight": matrix(H, D),
+        "model.embed_tokens.weight": matrix(rng, V, width),
+        "model.norm.weight": norm(rng, width),
+        "pre_projection.weight": matrix(rng, width, 2 * hidden),
+        "post_projection.weight": matrix(rng, hidden, width),
     }
     for place, name in enumerate(LAYERS):
-        layer, dim = f"model.layers.{place}", HEAD_DIM[name]
+        layer, dim = f"model.layers.{place}", dims[name]
         made |= {
-            f"{layer}.self_attn.q_proj.weight": matrix(HEADS * dim, D),
-            f"{layer}.self_attn.o_proj.weight": matrix(D, HEADS * dim),
-            f"{layer}.self_attn.q_norm.weight": norm(dim),
-            f"{layer}.mlp.gate_proj.weight": matrix(MLP, D),
-            f"{layer}.mlp.up_proj.weight": matrix(MLP, D),
-            f"{layer}.mlp.down_proj.weight": matrix(D, MLP),
+            f"{layer}.self_attn.q_proj.weight": matrix(rng, HEADS * dim, width),
+            f"{layer}.self_attn.o_proj.weight": matrix(rng, width, HEADS * dim),
+            f"{layer}.self_attn.q_norm.weight": norm(rng, dim),
+            f"{layer}.mlp.gate_proj.weight": matrix(rng, MLP, width),
+            f"{layer}.mlp.up_proj.weight": matrix(rng, MLP, width),
+            f"{layer}.mlp.down_proj.weight": matrix(rng, width, MLP),
             f"{layer}.layer_scalar": np.full(1, 0.9, np.float32),
         }
         for part in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            made[f"{layer}.{part}_layernorm.weight"] = norm(D)
-    if kind.startswith("centroid"):
-        made["masked_embedding.centroids.weight"] = matrix(CENTROIDS, D)
-        made["masked_embedding.token_ordering"] = rng.permutation(V).astype(np.int64)
+            made[f"{layer}.{part}_layernorm.weight"] = norm(rng, width)
     return made
+
+
+def centroid_head(rng: np.random.Generator, width: int) -> dict[str, np.ndarray]:
+    return {
+        "masked_embedding.centroids.weight": matrix(rng, CENTROIDS, width),
+        "masked_embedding.token_ordering": rng.permutation(V).astype(np.int64),
+    }
+
+
+def matrix(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)
+
+
+def norm(rng: np.random.Generator, length: int) -> np.ndarray:
+    return rng.uniform(0.6, 1.4, length).astype(np.float32)
 
 
 def write(directory: Path, settings: dict[str, Any], weights: dict[str, np.ndarray]) -> Path:

@@ -7,21 +7,17 @@ and like 12B (in full layers the keys are the values). Assistants of random weig
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import assistants
 import mlx.core as mx
 import numpy as np
+from assistants import LAYERS, ROPE, V, WINDOW
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4, gemma4_text
 
-V, WINDOW = 64, 16
-ROPE = {
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
 E4B: dict[str, Any] = {
     "model_type": "gemma4_text", "hidden_size": 48, "num_hidden_layers": 8, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16,
     "global_head_dim": 32, "global_partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "vocab_size": V, "vocab_size_per_layer_input": V,
@@ -37,7 +33,6 @@ U12B = E4B | {
 WIDE = E4B | {"head_dim": 32, "global_head_dim": 64}
 # By the golden file's names: what the layers are like, and whether mlx-lm's class for models that also see is around them.
 TARGETS = {"e4b": (E4B, True), "u12b": (U12B, True), "e4b_textonly": (E4B, False), "wide": (WIDE, True)}
-LAYERS = ["sliding_attention"] * 3 + ["full_attention"]
 
 
 def target(name: str, seed: int = 11) -> Any:
@@ -66,36 +61,15 @@ def target(name: str, seed: int = 11) -> Any:
 def write_assistant(directory: Path, name: str, head: str, kind: str, model: Any, seed: int = 5, noise: float = 0.25) -> Path:
     """The assistant with a `head` ("centroid" or "tied") of a `kind` ("random" or "echo") for the target of that name, which is `model`."""
     config = TARGETS[name][0]
-    hidden, heads, mlp = config["hidden_size"], 4, 40
-    width = hidden if kind == "echo" else 32
-    dims = {"sliding_attention": config["head_dim"], "full_attention": config["global_head_dim"]}
+    hidden = config["hidden_size"]
+    width = hidden if kind == "echo" else assistants.D
     rng = np.random.default_rng(seed)
-
-    def matrix(*shape: int) -> np.ndarray:
-        return rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)
-
-    def norm(length: int) -> np.ndarray:
-        return rng.uniform(0.6, 1.4, length).astype(np.float32)
-
-    made = {
-        "model.embed_tokens.weight": matrix(V, width), "model.norm.weight": norm(width),
-        "pre_projection.weight": matrix(width, 2 * hidden), "post_projection.weight": matrix(hidden, width),
-    }  # fmt: skip
-    for at, layer_type in enumerate(LAYERS):
-        dim, layer = dims[layer_type], f"model.layers.{at}."
-        made |= {
-            layer + "self_attn.q_proj.weight": matrix(heads * dim, width), layer + "self_attn.o_proj.weight": matrix(width, heads * dim),
-            layer + "self_attn.q_norm.weight": norm(dim), layer + "mlp.gate_proj.weight": matrix(mlp, width),
-            layer + "mlp.up_proj.weight": matrix(mlp, width), layer + "mlp.down_proj.weight": matrix(width, mlp),
-            layer + "layer_scalar": np.full((1,), 0.9, np.float32),
-        }  # fmt: skip
-        for part in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            made[f"{layer}{part}_layernorm.weight"] = norm(width)
+    made = assistants.layers(rng, width, hidden, {"sliding_attention": config["head_dim"], "full_attention": config["global_head_dim"]})
     if kind == "echo":
         text = getattr(model, "language_model", model)
         same = np.eye(hidden, dtype=np.float32)
         made["model.embed_tokens.weight"] = np.array(text.model.embed_tokens.weight)
-        made["pre_projection.weight"] = np.concatenate([0.35 * same, 1.0 * same], 1) + noise * matrix(width, 2 * hidden)
+        made["pre_projection.weight"] = np.concatenate([0.35 * same, 1.0 * same], 1) + noise * assistants.matrix(rng, width, 2 * hidden)
         made["post_projection.weight"] = same.copy()
         made["model.norm.weight"] = np.ones((width,), np.float32)
         for at in range(len(LAYERS)):
@@ -104,27 +78,24 @@ def write_assistant(directory: Path, name: str, head: str, kind: str, model: Any
             made[layer + "post_feedforward_layernorm.weight"] *= noise
             made[layer + "layer_scalar"] = np.ones((1,), np.float32)
     if head == "centroid":
-        made["masked_embedding.centroids.weight"] = matrix(8, width)
-        made["masked_embedding.token_ordering"] = rng.permutation(V).astype(np.int64)
-    directory.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(directory / "model.safetensors"), {place: mx.array(array) for place, array in made.items()})
+        made |= assistants.centroid_head(rng, width)
     unified = head != "centroid"
-    (directory / "config.json").write_text(json.dumps({
+    settings = {
         "architectures": ["Gemma4UnifiedAssistantForCausalLM" if unified else "Gemma4AssistantForCausalLM"],
         "model_type": "gemma4_unified_assistant" if unified else "gemma4_assistant",
-        "backbone_hidden_size": hidden, "num_centroids": 8, "centroid_intermediate_top_k": 2, "use_ordered_embeddings": not unified,
+        "backbone_hidden_size": hidden, "num_centroids": assistants.CENTROIDS, "centroid_intermediate_top_k": assistants.TOP, "use_ordered_embeddings": not unified,
         "tie_word_embeddings": True,
         "text_config": {
-            "model_type": "gemma4_text", "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": len(LAYERS),
-            "num_attention_heads": heads, "num_key_value_heads": config["num_key_value_heads"],
+            "model_type": "gemma4_text", "hidden_size": width, "intermediate_size": assistants.MLP, "num_hidden_layers": len(LAYERS),
+            "num_attention_heads": assistants.HEADS, "num_key_value_heads": config["num_key_value_heads"],
             "num_global_key_value_heads": config.get("num_global_key_value_heads"), "head_dim": config["head_dim"],
             "global_head_dim": config["global_head_dim"], "rms_norm_eps": 1e-6, "layer_types": LAYERS,
             "sliding_window": config["sliding_window"], "max_position_embeddings": 4096, "vocab_size": V,
             "num_kv_shared_layers": len(LAYERS), "hidden_size_per_layer_input": 0,
             "attention_k_eq_v": config["attention_k_eq_v"], "rope_parameters": ROPE, "final_logit_softcapping": None,
         },
-    }))  # fmt: skip
-    return directory
+    }  # fmt: skip
+    return assistants.write(directory, settings, made)
 
 
 def cases() -> Iterator[tuple[str, str, str]]:

@@ -301,7 +301,7 @@ def test_defaults_are_transformers(tmp_path):
         config = read(tmp_path)
         assert (config.backbone_hidden_size, config.num_centroids, config.centroid_intermediate_top_k) == (backbone, 2048, 32)
         assert (config.text.vocab_size, config.text.hidden_size, config.text.sliding_window) == (262144, 2304, window)
-        assert config.layer_types == assistants.LAYERS
+        assert config.text.layer_types == assistants.LAYERS
         assert config.heads == {"sliding_attention": Heads(256, 4), "full_attention": Heads(512, 4)}
         assert config.text.rope_parameters["full_attention"] == {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "factor": 1.0}
 

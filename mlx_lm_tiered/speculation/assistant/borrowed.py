@@ -13,6 +13,7 @@ import mlx.core as mx
 from ...schemes.lockstep import Lockstep
 from ..rollback import singles
 
+
 class Borrowed(NamedTuple):
     """Keys and values of so many tokens, each an array (1, heads, tokens, width) or what the cache's own attention takes for one."""
 

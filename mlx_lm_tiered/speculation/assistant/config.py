@@ -77,10 +77,6 @@ class AssistantConfig:
     text: Text
     heads: Mapping[str, Heads]
 
-    @property
-    def layer_types(self) -> list[str]:
-        return self.text.layer_types
-
 
 def read(directory: Path) -> AssistantConfig:
     """The configuration of the assistant in `directory`. Raises BadArtifact."""

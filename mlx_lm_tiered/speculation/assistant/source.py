@@ -19,21 +19,18 @@ if TYPE_CHECKING:
     from .model import AssistantModel
     from .target import Target
 
-# How the drafts of one round are placed: all at the pending token's place as transformers does,
-# each a place further (mlx-optiq), or all at the last known token's (other engines).
-POSITIONS = ("hold", "advance", "before")
-
 
 class AssistantSource:
     """Implements `DraftSource` with the assistant in the directory `path`, of which the weights are loaded with the first model.
 
-    `position` is one of POSITIONS; `window` is how many of the newest tokens are read
-    of sliding layers, at most and by default the model's window. Raises `config.BadArtifact`.
+    `position` says how the drafts of one round are placed: ``hold``, all at the pending token's place as transformers
+    does, ``advance``, each a place further (mlx-optiq), or ``before``, all at the last known token's (other engines).
+    `window` is how many of the newest tokens are read of sliding layers, at most and by default the model's window. Raises `config.BadArtifact`.
     """
 
     name = "assistant"
 
-    def __init__(self, path: Path, position: str = POSITIONS[0], window: int | None = None):
+    def __init__(self, path: Path, position: str = "hold", window: int | None = None):
         self._path, self._position, self._window = path, position, window
         self.tokens = config.read(path).num_assistant_tokens
         self._assistant: AssistantModel | None = None

@@ -90,7 +90,7 @@ def _matrices(config: AssistantConfig, centroid_head: bool) -> Iterator[tuple[st
     yield "post_projection", (backbone, width)
     if centroid_head:
         yield CENTROIDS, (_clusters(config), width)
-    for place, name in enumerate(config.layer_types):
+    for place, name in enumerate(config.text.layer_types):
         layer, heads = f"model.layers.{place}", text.num_attention_heads * config.heads[name].head_dim
         yield f"{layer}.self_attn.q_proj", (heads, width)
         yield f"{layer}.self_attn.o_proj", (width, heads)
@@ -105,7 +105,7 @@ def _vectors(config: AssistantConfig, centroid_head: bool) -> Iterator[tuple[str
     yield "model.norm.weight", width
     if centroid_head:
         yield ORDERING, config.text.vocab_size
-    for place, name in enumerate(config.layer_types):
+    for place, name in enumerate(config.text.layer_types):
         layer = f"model.layers.{place}"
         yield f"{layer}.self_attn.q_norm.weight", config.heads[name].head_dim
         for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
