@@ -19,6 +19,9 @@ ROPE = {
 }
 # Of each kind that there is: whether it has the centroid head, and what its target's layers are like.
 KINDS = {"centroid": False, "tied": False, "unified": True, "centroid-k-eq-v": True}
+# Tokens of the golden files' prompts, and how much of sliding layers an assistant is given: the newest window, or all of it.
+LENGTHS = (5, 40, 200, 600)
+FORMS = ("cut", "whole")
 
 
 def config(kind: str, **text: Any) -> dict[str, Any]:
@@ -112,14 +115,22 @@ def write(directory: Path, settings: dict[str, Any], weights: dict[str, np.ndarr
 
 
 def borrowed(kind: str, tokens: int, seed: int = 6) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Keys and values (1, KV heads, tokens, head dimension) by layer type. With larger keys the largest score decides alone, and rounding is what one measures."""
+    """Keys and values (1, KV heads, tokens, head dimension) by layer type, as large as a norm makes them."""
     rng = np.random.default_rng(seed)
     heads = {"sliding_attention": 2, "full_attention": 1 if KINDS[kind] else 2}
     made = {}
     for name, count in heads.items():
-        keys, values = (rng.normal(0, deviation, (1, count, tokens, HEAD_DIM[name])).astype(np.float32) for deviation in (0.35, 1.0))
+        keys, values = (rng.normal(size=(1, count, tokens, HEAD_DIM[name])).astype(np.float32) for _ in range(2))
         made[name] = keys, values
     return made
+
+
+def read(kind: str, tokens: int, form: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What `borrowed` has, in one of `FORMS`."""
+    whole = borrowed(kind, tokens)
+    if form == "cut":
+        whole["sliding_attention"] = tuple(side[:, :, -WINDOW:] for side in whole["sliding_attention"])
+    return whole
 
 
 def inputs(seed: int = 7) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

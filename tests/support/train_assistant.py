@@ -50,7 +50,7 @@ def description(target: Any) -> dict[str, Any]:
             "num_key_value_heads": args.num_key_value_heads, "head_dim": args.head_dim, "global_head_dim": args.global_head_dim,
             "rms_norm_eps": args.rms_norm_eps, "layer_types": LAYERS, "sliding_window": args.sliding_window,
             "max_position_embeddings": args.max_position_embeddings, "vocab_size": args.vocab_size, "num_kv_shared_layers": len(LAYERS),
-            "hidden_size_per_layer_input": 0, "attention_k_eq_v": False, "rope_parameters": args.rope_parameters,
+            "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "attention_k_eq_v": False, "rope_parameters": args.rope_parameters,
         },
     }  # fmt: skip
 
