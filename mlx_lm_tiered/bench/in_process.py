@@ -50,11 +50,12 @@ def planned(model: Any, spec: Spec, model_path: Path) -> Plan:
         return make(model, plain_caches, for_model(spec, model_path), spec.start)
 
 
-def prefilled(model: Any, tokens: Sequence[int]) -> list[Any]:
-    """New caches that hold these tokens, prefilled as mlx-lm does. Call it under a scheme."""
+def prefilled(model: Any, tokens: Sequence[int], caches: list[Any] | None = None) -> list[Any]:
+    """Caches, new ones unless given, that hold these tokens, too, prefilled as mlx-lm does. Call it under a scheme."""
     from mlx_lm.generate import generate_step
 
-    caches = upstream.make_prompt_cache(model)
+    if caches is None:
+        caches = upstream.make_prompt_cache(model)
     for _ in generate_step(mx.array(tokens), model, max_tokens=0, prefill_step_size=CHUNK, prompt_cache=caches):
         raise AssertionError("a prefill without tokens to generate gave one")
     return caches

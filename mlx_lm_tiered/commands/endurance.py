@@ -21,6 +21,7 @@ def add_parsers(benches: Any) -> None:
     count(stops, "--tokens", 2000, "tokens of the answer")
     count(stops, "--every", 10, "tokens between two places to stop at")
     count(stops, "--draft-tokens", 4, "tokens drafted at a time, by n-grams")
+    stops.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="the I-th of N shares of the places, as the whole takes minutes (default: 1/1)")
     stops.add_argument("--scheme", default="bf16", metavar="SCHEME", help="--kv-scheme of the caches (default: bf16)")
     stops.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model; float32, or rounding decides")
     stops.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
@@ -53,7 +54,18 @@ def run_stops(args: argparse.Namespace) -> int:
     from .bench import run_rows
 
     path = Path(model(args.model))
-    return run_rows(args, lambda: stops.run(path, args.tokens, args.every, args.draft_tokens, args.scheme), stops.found)
+    return run_rows(args, lambda: stops.run(path, args.tokens, args.every, args.draft_tokens, args.scheme, part=args.part), stops.found)
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    try:
+        part = int(number), int(of)
+    except ValueError:
+        part = 0, 0
+    if not 1 <= part[0] <= part[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 2/5")
+    return part
 
 
 def _model(args: argparse.Namespace) -> Path | None:

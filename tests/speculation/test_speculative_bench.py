@@ -22,22 +22,30 @@ def test_each_task_is_measured_against_plain_decoding(tmp_path, capsys):
     assert rows[0]["accepted"] > 0 and "acceptance" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])
-def test_stops_everywhere_leave_what_plain_decoding_does(family, tmp_path):
+@pytest.mark.parametrize(("family", "flags"), [("gemma3_text", ["--tokens", "60"]), ("lfm2", ["--tokens", "120", "--part", "2/2"])])
+def test_stops_everywhere_leave_what_plain_decoding_does(family, flags, tmp_path):
     """Past the window, and with state that goes back by a replay. The command does every stop of 2,000 tokens."""
     file = tmp_path / "figures.json"
-    assert main(["bench", "stops", "--model", str(TINY[family]), "--tokens", "60", "--every", "6", "--json", str(file)]) == 0
+    assert main(["bench", "stops", "--model", str(TINY[family]), *flags, "--every", "6", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert (found["stops"], found["hits_after_starts"], found["hits_from_ssd"]) == (10, 0, 10) and found["hits_from_ram"] >= 11
+    assert found["computed_anew"] == 1
+
+
+@pytest.mark.parametrize("part", ["3/2", "0/2", "2", "x/2"])
+def test_a_part_that_there_is_not(part, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "stops", "--model", str(TINY["llama"]), "--part", part])
+    assert "is not like 2/5" in capsys.readouterr().err
 
 
 def test_a_wrong_token_or_a_lost_prefix_is_a_fault():
     good = {
-        "stops": 13, "wrong_tokens": 0, "wrong_next": 0, "wrong_next_from_ssd": 0, "wrong_lengths": 0, "faults": 0,
+        "stops": 13, "wrong_expected": 0, "wrong_tokens": 0, "wrong_next": 0, "wrong_next_from_ssd": 0, "wrong_lengths": 0, "faults": 0,
         "accepted": 1, "drafted": 2, "hits_from_ram": 15, "hits_after_starts": 2, "hits_from_ssd": 13,
     }  # fmt: skip
     assert stops.found(good) == []
-    for name, value in (("wrong_tokens", 1), ("wrong_next_from_ssd", 1), ("accepted", 2), ("accepted", 0), ("hits_from_ram", 14), ("hits_from_ssd", 12)):
+    for name, value in (("wrong_expected", 1), ("wrong_tokens", 1), ("wrong_next_from_ssd", 1), ("accepted", 2), ("accepted", 0), ("hits_from_ram", 14), ("hits_from_ssd", 12)):
         assert len(stops.found(good | {name: value})) == 1
 
 
