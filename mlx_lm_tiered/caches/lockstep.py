@@ -54,7 +54,7 @@ class LockstepKind(Kind):
         return sum(self.inner.nbytes(part) for part in cache.parts)
 
     def lend(self, cache: Any, n: int | None = None) -> Any:
-        lent = type(cache).of([self.inner.lend(part, n) for part in cache.parts], cache.form)
+        lent = type(cache).of([self.inner.lend(part, n) for part in cache.parts], cache.form, cache.record)
         if not self.empty(cache):
             lent.adopt(cache)
         self._copy_bounds(lent, cache)
@@ -79,7 +79,7 @@ class LockstepKind(Kind):
 
     def _dump_parts(self, cache: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The fields are the same for each part; tensors other than keys and values are, too."""
-        dumps = [self.inner.dump(part) for part in cache.parts]
+        dumps = [self.inner.dump(part) for part in cache.keep_planes().parts]
         fields, tensors = dumps[0]
         same = {name: tensor for name, tensor in tensors.items() if name not in SIDES}
         sides = {
@@ -141,7 +141,7 @@ class SingleKind(LockstepKind):
         rows = [self.inner.row(part) for part in cache.parts]
         if any(row is None for row in rows):
             return None
-        batch = cache.batch.of(rows, cache.form)
+        batch = cache.batch.of(rows, cache.form, cache.record)
         batch.bounds = [cache.minimum_reusable_offset]
         batch.adopt(cache)
         return batch

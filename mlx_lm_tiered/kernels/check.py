@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..turboquant import codec
-from .decode import Format, decode, dialect
+from .decode import Format, decode, decode_records, dialect
 from .layout import Layout
 from .tuning import Tuning, choose
 
@@ -65,9 +65,21 @@ def error(form: Format, tuning: Tuning | None = None) -> float:
     mask = mx.arange(SLOTS) >= mx.array([3, 40]).reshape(2, 1, 1, 1) if form.masked else None
     # As it will be compiled; in so few splits that warps go round more than once.
     tuning = tuning or choose(SLOTS, rows * kv_heads, form.layout.value_bits, form.dim, form.each, dialect())._replace(splits=SPLITS)
-    got = decode(q, k_side, v_side, form.scale, mask, form.layout, tuning).astype(mx.float32)
+    got = attention(form, q, k_side, v_side, mask, tuning)().astype(mx.float32)
     want = reference(q, k_side, v_side, form.scale, mask, form.layout)
     return (mx.abs(got - want).max() / mx.abs(want).max()).item()
+
+
+def attention(form: Format, queries: mx.array, keys: Any, values: Any, mask: mx.array | None, tuning: Tuning | None = None) -> Callable[[], mx.array]:
+    """A call of the kernel over planes, which are made records first where the form has these."""
+    slots = keys[0].shape[2]
+    if not form.records:
+        return lambda: decode(queries, keys, values, form.scale, mask, form.layout, tuning)
+    made = form.record.join(list(zip(keys, values, strict=True)))
+    # As a cache holds them: there is room behind.
+    held = mx.concatenate([made, mx.zeros_like(made[:, :, :8])], axis=2)
+    mx.eval(held)
+    return lambda: decode_records(queries, held, form.record, slots, form.scale, mask, tuning)
 
 
 def passes(form: Format) -> bool:
@@ -91,5 +103,5 @@ def faster(form: Format, otherwise: Callable[[mx.array, Any, Any, float], mx.arr
     q = mx.random.normal((1, TIMED_KV_HEADS * form.each, 1, form.dim), key=keys[0]).astype(form.queries)
     k, v = (mx.random.normal((1, TIMED_KV_HEADS, TIMED_TOKENS, form.dim), key=key).astype(_computed(form)) for key in keys[1:])
     k_side, v_side = sides(k, v, form.layout, TIMED_TOKENS)
-    kernel = seconds(lambda: decode(q, k_side, v_side, form.scale, None, form.layout))
+    kernel = seconds(attention(form, q, k_side, v_side, None))
     return kernel <= seconds(lambda: otherwise(q + 0, k_side, v_side, form.scale))

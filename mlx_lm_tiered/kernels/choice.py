@@ -9,8 +9,9 @@ import mlx.core as mx
 
 from . import encode
 from .check import faster, passes
-from .decode import Format, Step, dialect, may_serve, supports
+from .decode import Format, Step, dialect, may_serve, supports, supports_records
 from .layout import Layout
+from .records import Record
 
 
 def on_cuda() -> bool:
@@ -42,7 +43,7 @@ class Kernels:
         self._fault = fault
         self._right: dict[Format, bool] = {}
         self._steps: dict[Any, Step | None] = {}
-        self._encodes: dict[encode.Form, bool] = {}
+        self._encoders: dict[Any, encode.Encoder | None] = {}
         self.failed = self.slower = 0
 
     def attend(
@@ -63,12 +64,33 @@ class Kernels:
                 # As these are now; they may be too short, or under another mask.
                 return None
             form = Format(layout, shape[3], shape[1] // kv_heads, queries.dtype, keys[1].dtype, scale, masked)
-            if form not in self._right:
-                self._right[form] = self._test(form, otherwise)
-            step = self._steps[one] = Step(shape[0], kv_heads, form) if self._right[form] else None
+            step = self._steps[one] = self._step(form, shape[0], kv_heads, otherwise)
         if step is None or not may_serve(shape[0], kv_heads, slots, shape[3], mask):
             return None
         return step(queries, keys, values, slots, mask)
+
+    def attend_records(
+        self, queries: mx.array, held: mx.array, record: Record, slots: int, scale: float, mask: Any, sinks: Any, otherwise: Callable[[mx.array, Any, Any, float], mx.array]
+    ) -> mx.array | None:
+        """As `attend`, over the first `slots` of records (rows, heads, tokens, words)."""
+        if self.state != "on":
+            return None
+        shape, masked = queries.shape, isinstance(mask, mx.array)
+        one = (record, shape, queries.dtype, held.shape[1], scale, masked, sinks is None)
+        step = self._steps.get(one, _UNKNOWN)
+        if step is _UNKNOWN:
+            if not supports_records(queries, held, record, slots, mask, sinks):
+                return None
+            form = Format(record.layout, shape[3], shape[1] // held.shape[1], queries.dtype, record.numbers, scale, masked, True)
+            step = self._steps[one] = self._step(form, shape[0], held.shape[1], otherwise)
+        if step is None or not may_serve(shape[0], held.shape[1], slots, shape[3], mask):
+            return None
+        return step.over_records(queries, held, slots, mask)
+
+    def _step(self, form: Format, rows: int, kv_heads: int, otherwise: Callable[[mx.array, Any, Any, float], mx.array]) -> Step | None:
+        if form not in self._right:
+            self._right[form] = self._test(form, otherwise)
+        return Step(rows, kv_heads, form) if self._right[form] else None
 
     def _test(self, form: Format, otherwise: Callable[[mx.array, Any, Any, float], mx.array]) -> bool:
         # Nobody has timed the kernels on Metal, where mlx's own way is a good one.
@@ -80,29 +102,35 @@ class Kernels:
             pays = pays or (passed and faster(form, otherwise))
             return passed
 
-        found = self._found(f"decode kernel for {form.layout} in heads of {form.dim}", right)
+        found = bool(self._found(f"decode kernel for {form.layout} in heads of {form.dim}", right))
         self.slower += found and not pays
         return found and pays
 
-    def encode(self, keys: mx.array, values: mx.array, key_bits: int, value_bits: int) -> list[mx.array] | None:
-        """TurboQuant's packed keys, their scales, packed values and theirs; None where mlx's own operations are to make them."""
+    def encode(self, keys: mx.array, values: mx.array, record: Record) -> mx.array | None:
+        """The records of new keys and values; None where mlx's own operations are to make them."""
         if self.state != "on":
             return None
-        form = encode.Form(key_bits, value_bits, keys.shape[3], keys.shape[1], keys.dtype)
-        if not encode.supports(form, keys, values):
+        one = (record, keys.shape[1], keys.dtype)
+        encoder = self._encoders.get(one, _UNKNOWN)
+        if encoder is _UNKNOWN:
+            form = encode.Form(record, keys.shape[1], keys.dtype)
+            if not encode.supports(form, keys, values):
+                # As these are now; they may be too few.
+                return None
+            found = self._found(f"encoding kernel for {record.layout} in heads of {form.dim}", lambda: encode.right(form))
+            encoder = self._encoders[one] = None if found is None else encode.Encoder(form, found)
+        if encoder is None or keys.size < encode.LEAST_ELEMENTS[dialect()]:
             return None
-        if form not in self._encodes:
-            self._encodes[form] = self._found(f"encoding kernel for turbo:k{key_bits}v{value_bits} in heads of {form.dim}", lambda: encode.right(form))
-        return encode.encode(form, keys, values) if self._encodes[form] else None
+        return encoder(keys, values)
 
-    def _found(self, what: str, right: Callable[[], bool]) -> bool:
-        """Whether a self-test passes; if not, the fault is told."""
+    def _found(self, what: str, right: Callable[[], Any]) -> Any:
+        """What a self-test gives if it passes; if not, None, and the fault is told."""
         try:
-            if right():
-                return True
+            if found := right():
+                return found
             reason = "its self-test gave other numbers"
         except Exception as error:  # A compiler and a driver fail in their own ways; all mean that mlx computes this.
             reason = str(error) or repr(error)
         self.failed += 1
         self._fault(f"the {what} is off: {reason}")
-        return False
+        return None

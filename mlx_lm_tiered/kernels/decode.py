@@ -1,8 +1,9 @@
-"""Decode attention by the kernel of `source.py`, over the very arrays that a quantized cache hands out.
+"""Decode attention by the kernel of `source.py`, over the very arrays that a quantized cache hands out: planes, or records (`records.py`).
 
 The kernel takes the arrays' strides, so nothing is made contiguous; and how many tokens
 they hold is an argument, so nothing is sliced out, or compiled anew from one token to
-the next.
+the next. On CUDA the last block of a head merges the splits, elsewhere a second kernel:
+it takes an order of memory between blocks that Metal does not promise.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from . import source
-from .layout import Layout
+from .layout import Layout, table
+from .records import Record, record_of
 from .tuning import Tuning, choose
 
 LARGEST_DIM = 512
@@ -24,8 +27,11 @@ CHUNK = 256
 MOST_SPLITS = 128
 # What a warp reads at a time.
 LEAST_TOKENS = 16
-INPUTS = ["q", "kp", "ks", "kb", "vp", "vs", "vb", "mask"]
-PARTS = ["po", "pm", "pl"]
+PLANES = ("kp", "ks", "kb", "vp", "vs", "vb")
+PARTS = ("po", "pm", "pl")
+# Counters that calls take in turns, so that calls that run at once, of which there are never so many, have different ones; and their least size, below which
+# mlx keeps an array in the host's memory.
+COUNTERS, LEAST_COUNTERS = 64, 64
 # Bytes of shared memory a block may have. And elements from which on mlx passes every array in the same address space: to a Metal kernel
 # it passes smaller ones as constants, and the cache's own are read as device memory.
 MOST_SHARED = {"cuda": 48 << 10, "metal": 32 << 10}
@@ -49,6 +55,14 @@ class Format(NamedTuple):
     scales: mx.Dtype
     scale: float
     masked: bool = False
+    records: bool = False
+
+    @property
+    def record(self) -> Record:
+        """What it is kept in, if so."""
+        found = record_of(self.layout, self.dim, self.dim, self.scales)
+        assert found is not None
+        return found
 
 
 def supports(queries: mx.array, keys: Any, values: Any, slots: int, layout: Layout, mask: Any, sinks: Any) -> bool:
@@ -62,6 +76,18 @@ def supports(queries: mx.array, keys: Any, values: Any, slots: int, layout: Layo
     if queries.dtype not in _FLOATS or keys[1].dtype not in _FLOATS or values[1].dtype != keys[1].dtype:
         return False
     form = Format(layout, dim, heads // kv_heads, queries.dtype, keys[1].dtype, 1.0)
+    return warps_that_fit(dialect(), form, 1) == 1 and may_serve(rows, kv_heads, slots, dim, mask)
+
+
+def supports_records(queries: mx.array, held: mx.array, record: Record, slots: int, mask: Any, sinks: Any) -> bool:
+    """As `supports`, over records (rows, heads, tokens, words)."""
+    rows, heads, length, dim = queries.shape
+    kv_heads = held.shape[1]
+    if length != 1 or sinks is not None or not record.layout.known or record.key_dim != dim or record.value_dim != dim:
+        return False
+    if dim > LARGEST_DIM or (dim > CHUNK and dim % CHUNK) or heads % kv_heads or queries.dtype not in _FLOATS:
+        return False
+    form = Format(record.layout, dim, heads // kv_heads, queries.dtype, record.numbers, 1.0, records=True)
     return warps_that_fit(dialect(), form, 1) == 1 and may_serve(rows, kv_heads, slots, dim, mask)
 
 
@@ -91,6 +117,11 @@ def _nothing_hidden() -> mx.array:
     return made
 
 
+def merged(language: str, form: Format) -> bool:
+    """Whether one kernel does all."""
+    return language == "cuda" and form.dim <= CHUNK
+
+
 @cache
 def warps_that_fit(language: str, form: Format, wanted: int) -> int:
     """At most `wanted` warps, and no more than whose outputs a block's memory holds beside queries and table (`decode.body`); 0 where one is too many."""
@@ -98,6 +129,8 @@ def warps_that_fit(language: str, form: Format, wanted: int) -> int:
     queries = 4 * (8 * tiles * parts * (form.dim // 4 + 4) + 4 * tiles * (form.dim // form.layout.group_size + 1))
     each = 4 * min(form.each, 8) * (min(form.dim, CHUNK) + 10)
     left = MOST_SHARED[language] - queries - form.layout.table_bytes
+    if merged(language, form):
+        left -= 4 * (min(form.each, 8) * (MOST_SPLITS + 1) + 1)
     while wanted and wanted * each > left:
         wanted //= 2
     return wanted
@@ -130,11 +163,17 @@ def options(language: str, rows: int, kv_heads: int, form: Format, tuning: Tunin
         "HK": kv_heads, "W": warps, "MASKED": int(form.masked), "SCALE": struct.unpack("<i", struct.pack("<f", form.scale))[0],
         "LOWERED": layout.lowered, "T": form.queries, "S": form.scales,
     }  # fmt: skip
+    if form.records:
+        codes, numbers = form.record.alignment
+        parts_constants |= {"ROW": 4 * form.record.words, "CODES": codes, "NUMBERS": numbers}
     parts = {
         "grid": (splits * 32 * warps, rows * kv_heads, -(-form.each // 8) * chunks), "threadgroup": (32 * warps, 1, 1),
         "output_shapes": [(rows * heads * chunks, splits, part), (rows * heads * chunks, splits), (rows * heads * chunks, splits)],
         "output_dtypes": [mx.float32] * 3,
     }  # fmt: skip
+    if merged(language, form):
+        parts["output_shapes"] = [(rows, heads, 1, dim), (rows * heads * splits * (dim + 2),)]
+        parts["output_dtypes"] = [form.queries, mx.float32]
     # What was rotated as a whole is merged as a whole; other chunks are so many more heads.
     size, of = (dim, 1) if layout.turbo else (part, chunks)
     threads = size * max(1, min(4, 1024 // size))
@@ -147,12 +186,29 @@ def options(language: str, rows: int, kv_heads: int, form: Format, tuning: Tunin
     return Options(parts, parts_constants, merge, merge_constants, (warps, tuning.resident if warps == tuning.warps else 0))
 
 
-def kernels(language: str, found: Options, turbo: bool) -> tuple[Any, Any]:
-    """mlx's two for these options."""
-    parts = source.kernel(language, ("decode.body",), tuple(found.parts_constants.items()), tuple(INPUTS), tuple(PARTS), found.bounds)
-    end, more = ("unrotated.body", ("signs",)) if turbo else ("written.body", ())
-    merge = source.kernel(language, ("merge.body", end), tuple(found.merge_constants.items()), (*PARTS, *more), ("out",))
-    return parts, merge
+def inputs(language: str, form: Format) -> tuple[str, ...]:
+    """Names of what the first kernel is given."""
+    held = (("kv", "book") if form.layout.turbo else ("kv",)) if form.records else PLANES
+    ending = (("done", "signs") if form.layout.turbo else ("done",)) if merged(language, form) else ()
+    return ("q", *held, "mask", *ending)
+
+
+def texts(language: str, form: Format) -> tuple[str, ...]:
+    """Files of the first kernel."""
+    where = (("records.body",) if form.layout.turbo else ("records.body", "tableless.body")) if form.records else ("planes.body",)
+    if not merged(language, form):
+        return (*where, "decode.body")
+    return ("scratch.body", *where, "decode.body", "last.body", "turned_back.body" if form.layout.turbo else "upright.body")
+
+
+def kernels(language: str, form: Format, found: Options) -> tuple[Any, Any]:
+    """mlx's two for these options; None for the second where the first does all."""
+    alone = merged(language, form)
+    parts = source.kernel(language, texts(language, form), tuple(found.parts_constants.items()), inputs(language, form), ("out", "parts") if alone else PARTS, found.bounds)
+    if alone:
+        return parts, None
+    end, more = ("unrotated.body", ("signs",)) if form.layout.turbo else ("written.body", ())
+    return parts, source.kernel(language, ("merge.body", end), tuple(found.merge_constants.items()), (*PARTS, *more), ("out",))
 
 
 class Step:
@@ -160,13 +216,23 @@ class Step:
 
     def __init__(self, rows: int, kv_heads: int, form: Format):
         self._rows, self._kv_heads, self._form = rows, kv_heads, form
-        self._units = rows * kv_heads * -(-form.each // 8)
+        eights = -(-form.each // 8)
+        self._units = rows * kv_heads * eights
         self._back = form.layout.back(form.dim)
+        self._book = [table(form.layout.value_bits)] if form.layout.turbo else []
         self._language = dialect()
         self._calls: dict[Tuning, Callable[[list[mx.array]], mx.array]] = {}
+        self._counters = cycle(_counters(max(LEAST_COUNTERS, self._units)) if merged(self._language, form) else [None])
 
     def __call__(self, queries: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], slots: int, mask: Any, tuning: Tuning | None = None) -> mx.array:
-        """Attention (rows, heads, 1, dim) of `queries` of that shape over the first `slots` tokens."""
+        """Attention (rows, heads, 1, dim) of `queries` of that shape over the first `slots` tokens of planes."""
+        return self._call(queries, self._form.layout.inputs(keys, values), slots, mask, tuning)
+
+    def over_records(self, queries: mx.array, held: mx.array, slots: int, mask: Any, tuning: Tuning | None = None) -> mx.array:
+        """The same over records."""
+        return self._call(queries, [held, *self._book], slots, mask, tuning)
+
+    def _call(self, queries: mx.array, held: list[mx.array], slots: int, mask: Any, tuning: Tuning | None) -> mx.array:
         form = self._form
         if tuning is None:
             tuning = choose(slots, self._units, form.layout.value_bits, form.dim, form.each, self._language)
@@ -175,13 +241,22 @@ class Step:
             call = self._calls[tuning] = self._made(tuning)
         # The mask's length says how many tokens there are, also where it is not read.
         seen = _per_token(mask, self._rows, slots) if form.masked else mx.broadcast_to(_nothing_hidden(), (1, 1, 1, slots))
-        return call([queries, *form.layout.inputs(keys, values), seen])
+        return call([queries, *held, seen])
 
     def _made(self, tuning: Tuning) -> Callable[[list[mx.array]], mx.array]:
-        form, back = self._form, self._back
+        form, back, counters = self._form, self._back, self._counters
         found = options(self._language, self._rows, self._kv_heads, form, tuning)
-        first, second = kernels(self._language, found, form.layout.turbo)
+        first, second = kernels(self._language, form, found)
+        if second is None:
+            return lambda inputs: first(inputs=[*inputs, next(counters), *back], **found.parts)[0]
         return lambda inputs: second(inputs=[*first(inputs=inputs, **found.parts), *back], **found.merge)[0]
+
+
+def _counters(size: int) -> list[mx.array]:
+    """Arrays of zeros, to which kernels that count in them bring them back."""
+    found = [mx.zeros((size,), mx.uint32) for _ in range(COUNTERS)]
+    mx.eval(found)
+    return found
 
 
 @cache
@@ -195,3 +270,10 @@ def decode(queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, l
     kv_heads = keys[0].shape[1]
     form = Format(layout, dim, heads // kv_heads, queries.dtype, keys[1].dtype, scale, isinstance(mask, mx.array))
     return _step(rows, kv_heads, form)(queries, keys, values, keys[0].shape[2], mask, tuning)
+
+
+def decode_records(queries: mx.array, held: mx.array, record: Record, slots: int, scale: float, mask: Any, tuning: Tuning | None = None) -> mx.array:
+    """The same over the first `slots` of records that `supports_records` accepts."""
+    rows, heads, _, dim = queries.shape
+    form = Format(record.layout, dim, heads // held.shape[1], queries.dtype, record.numbers, scale, isinstance(mask, mx.array), True)
+    return _step(rows, held.shape[1], form).over_records(queries, held, slots, mask, tuning)

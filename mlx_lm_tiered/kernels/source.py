@@ -94,12 +94,12 @@ def kernel(
     make, before = (mx.fast.metal_kernel, header("metal")) if dialect == "metal" else (mx.fast.cuda_kernel, bounded(*bounds))
     whole = constants(named, TYPES[dialect]) + body(dialect, *names)
     # mlx keeps compiled kernels, on disk too, by name alone.
-    name = f"tiered_{names[0].partition('.')[0]}_{digest(dialect, before, whole)}"
+    name = f"tiered_{names[-1].partition('.')[0]}_{digest(dialect, before, whole)}"
     return make(name=name, input_names=list(inputs), output_names=list(outputs), header=before, source=whole, ensure_row_contiguous=False)
 
 
 @cache
 def digest(dialect: str, *texts: str) -> str:
     """Of a kernel's texts and of the files that they include."""
-    names = (f"{dialect}.inc", "common.inc", "decode.body", "merge.body", "written.body", "unrotated.body", "encode.body")
+    names = (f"{dialect}.inc", "common.inc", *sorted(path.name for path in _HERE.glob("*.body")))
     return hashlib.sha256("\0".join([*texts, *map(text, names)]).encode()).hexdigest()[:16]

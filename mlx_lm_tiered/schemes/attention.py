@@ -17,11 +17,11 @@ from ..kernels.choice import Kernels, on_cuda
 from ..kernels.layout import Layout
 from . import turbo_attention
 from .caches import Triple
-from .held import Held
-from .lockstep import Single
+from .held import Held, HeldRecords
+from .lockstep import Lockstep, Single
 from .mixed import Rows
 from .softmax import masked, running
-from .turbo import Pair, TurboQuant
+from .turbo import Pair
 
 # Queries up to which it takes mlx-lm's way: decoding, and checking a draft. With more, a quantized
 # product of matrices is slower than dequantizing a tile and multiplying that (on a CPU, four times).
@@ -31,7 +31,9 @@ FEW = 8
 def caches_use(kernels: Kernels) -> None:
     """Have caches write and hand out their tokens in the ways of these kernels, where they are on."""
     Single.lean = kernels.state == "on"
-    TurboQuant.encoder = kernels.encode if Single.lean else None
+    Lockstep.encoder = kernels.encode if Single.lean else None
+    # On Metal mlx's own way over planes may be the one that serves.
+    Lockstep.keeps_records = Single.lean and on_cuda()
 
 
 def build(upstream: Callable[..., mx.array], kernels: Kernels | None = None) -> Callable[..., mx.array]:
@@ -46,6 +48,13 @@ def build(upstream: Callable[..., mx.array], kernels: Kernels | None = None) -> 
     ) -> mx.array:
         if isinstance(q_keys, Rows):
             return q_keys.attend(attend, queries, scale, mask, sinks)
+        if isinstance(q_keys, HeldRecords):
+            otherwise = without_kernel(q_keys.layout)
+            if kernels is not None:
+                done = kernels.attend_records(queries, q_keys.buffers[0], q_keys.record, q_keys.slots, scale, mask, sinks, otherwise)
+                if done is not None:
+                    return done
+            return otherwise(queries, q_keys.cut(), q_values.cut(), scale, mask, sinks)
         if isinstance(q_keys, Held):
             layout, slots, buffers = q_keys.layout, q_keys.slots, (q_keys.buffers, q_values.buffers)
         else:

@@ -40,7 +40,7 @@ class Quantized(Lockstep):
         self._set(tuple(self.inner(*arguments) for _ in PARTS), Affine(bits, group_size))
 
     @classmethod
-    def encode(cls, form: Affine, keys: mx.array, values: mx.array) -> list[tuple[mx.array, mx.array]]:
+    def encoded(cls, form: Affine, keys: mx.array, values: mx.array) -> list[tuple[mx.array, mx.array]]:
         sides = (mx.quantize(side, group_size=form.group_size, bits=form.bits) for side in (keys, values))
         return list(zip(*sides, strict=True))
 

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels.layout import Layout
+from ..kernels.records import Record
 
 
 class Held:
@@ -36,8 +37,11 @@ class Held:
     def cut(self) -> Any:
         """The arrays of the tokens alone, as a cache hands them out without kernels."""
         if self._made is None:
-            self._made = self._cut([buffer[:, :, : self.slots] for buffer in self.buffers])
+            self._made = self._cut(self._arrays())
         return self._made
+
+    def _arrays(self) -> list[mx.array]:
+        return [buffer[:, :, : self.slots] for buffer in self.buffers]
 
     def __iter__(self) -> Iterator[mx.array]:
         return iter(self.cut())
@@ -47,3 +51,19 @@ class Held:
 
     def __len__(self) -> int:
         return len(self.buffers)
+
+
+class HeldRecords(Held):
+    """The keys, or the values (`side` 0 or 1), of records (rows, heads, slots or more, words)."""
+
+    __slots__ = ("_side", "record")
+
+    def __init__(self, records: mx.array, slots: int, record: Record, side: int, cut: Callable[[list[mx.array]], Any]):
+        super().__init__((records,), slots, record.layout, cut)
+        self.record, self._side = record, side
+
+    def _arrays(self) -> list[mx.array]:
+        return [sides[self._side] for sides in self.record.split(self.buffers[0][:, :, : self.slots])]
+
+    def __len__(self) -> int:
+        return len(self.cut())

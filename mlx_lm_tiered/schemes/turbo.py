@@ -8,8 +8,8 @@ in it when they share a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
@@ -39,8 +39,6 @@ class TurboQuant(Lockstep):
     """What both forms share. `element` names the type that keys and values came in; None before the first came."""
 
     names, form_class = PARTS, Turbo
-    # Of keys and values in so many bits, where there is a kernel; None where it is not to be used.
-    encoder: ClassVar[Callable[[mx.array, mx.array, int, int], list[mx.array] | None] | None] = None
     element: str | None
 
     def __init__(self, *arguments: Any, key_bits: int = 8, value_bits: int = 3):
@@ -55,10 +53,7 @@ class TurboQuant(Lockstep):
             self.element = other.element if isinstance(other, TurboQuant) else type_name(other.keys.dtype)
 
     @classmethod
-    def encode(cls, form: Turbo, keys: mx.array, values: mx.array) -> list[tuple[mx.array, mx.array]]:
-        made = None if TurboQuant.encoder is None else TurboQuant.encoder(keys, values, form.key_bits, form.value_bits)
-        if made is not None:
-            return [(made[0], made[2]), (made[1], made[3])]
+    def encoded(cls, form: Turbo, keys: mx.array, values: mx.array) -> list[tuple[mx.array, mx.array]]:
         return list(zip(encode_keys(keys, form.key_bits), encode_values(values, form.value_bits), strict=True))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Pair, Pair]:

@@ -69,7 +69,7 @@ def of(shape: Shape, slots: int = 16, splits: int = 8) -> tuple[Kernel, Kernel]:
     """Both kernels of a shape."""
     rows, header, layout = 1, source.header("metal"), shape.layout
     found = shape.options("metal", rows, splits)
-    first, second = decode.kernels("metal", found, layout.turbo)
+    first, second = decode.kernels("metal", shape.form, found)
 
     def zeros(width: int, kind: mx.Dtype) -> mx.array:
         return mx.zeros((rows, shape.kv_heads, slots, width), kind)
@@ -148,7 +148,7 @@ class Library:
         parts = [np.full(size, np.nan, np.float32) for size in found.parts["output_shapes"]]
         out = np.zeros(q.shape, np.uint16 if shape.queries == mx.bfloat16 else np.float16 if shape.queries == mx.float16 else np.float32)
         given = [_view(a) for a in (q, *shape.layout.inputs(keys, values))] + [mask, *parts, out]
-        arrays = dict(zip([*decode.INPUTS, "po", "pm", "pl", "out"], given, strict=True))
+        arrays = dict(zip([*decode.inputs("metal", shape.form), "po", "pm", "pl", "out"], given, strict=True))
         arrays |= {"signs": _view(signs) for signs in shape.layout.back(shape.dim)}
         seen = {"mask": (1, 1, 1, slots)}
         for which, one in enumerate((found.parts, found.merge)):

@@ -12,12 +12,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_lm_tiered.kernels import source
-from mlx_lm_tiered.kernels.decode import INPUTS, Format, Options, options
+from mlx_lm_tiered.kernels.decode import PLANES, Format, Options, inputs, merged, options, texts
 from mlx_lm_tiered.kernels.layout import Layout
 from mlx_lm_tiered.kernels.tuning import Tuning
 
 TYPES = {mx.float32: "float", mx.bfloat16: "bf16", mx.float16: "half"}
-POINTERS = {"q": "T", "kp": "u32", "vp": "u32", "mask": "bool"}
+POINTERS = {"q": "T", "kp": "u32", "vp": "u32", "kv": "u32", "book": "u32", "mask": "bool", "done": "u32", "signs": "float"}
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,11 @@ class Shape:
     masked: bool = False
     queries: mx.Dtype = mx.float32
     scales: mx.Dtype = mx.float32
+    records: bool = False
 
     @property
     def form(self) -> Format:
-        return Format(self.layout, self.dim, self.each, self.queries, self.scales, self.scale, self.masked)
+        return Format(self.layout, self.dim, self.each, self.queries, self.scales, self.scale, self.masked, self.records)
 
     def options(self, language: str, rows: int, splits: int) -> Options:
         return options(language, rows, self.kv_heads, self.form, Tuning(self.warps, splits))
@@ -55,26 +56,30 @@ def constants(named: dict[str, Any]) -> str:
 
 
 def text(shapes: list[Shape]) -> str:
-    """One translation unit with `parts_N` and `merge_N` for each shape."""
+    """One translation unit with each shape's kernel, and where there is one that which merges."""
     out = ['#include "plain.inc"\n', source.text("common.inc"), "}\nusing namespace decode_attention;\n"]
-    out.append("static struct { const void* in[8]; const long* strides[8]; const int* mask_shape; float* parts[3]; const float* signs; void* out; } args;\n")
+    out.append("static struct { const void* in[10]; const long* strides[10]; const int* mask_shape; float* parts[3]; void* out; const float* signs; } args;\n")
     for number, s in enumerate(shapes):
         found = s.options("cuda", 1, 1)
         types = POINTERS | ({"vb": "u32"} if s.layout.turbo else {})
         out.append(f"static void parts_body_{number}() {{\n{constants(found.parts_constants)}")
         out += [
             f"const auto* {name} = (const {types.get(name, 'S')}*)args.in[{i}]; [[maybe_unused]] const long* {name}_strides = args.strides[{i}];\n"
-            for i, name in enumerate(INPUTS)
+            for i, name in enumerate(inputs("cuda", s.form))
         ]
-        out.append("const int* mask_shape = args.mask_shape; float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
-        out.append(f"{source.text('decode.body')}}}\nstatic void merge_body_{number}() {{\n{constants(found.merge_constants)}T* out = (T*)args.out;\n")
+        if merged("cuda", s.form):
+            out.append("const int* mask_shape = args.mask_shape; float* parts = args.parts[0]; T* out = (T*)args.out;\n")
+        else:
+            out.append("const int* mask_shape = args.mask_shape; float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2];\n")
+        out.append("".join(map(source.text, texts("cuda", s.form))))
+        out.append(f"}}\nstatic void merge_body_{number}() {{\n{constants(found.merge_constants)}T* out = (T*)args.out;\n")
         out.append("const int po_shape[] = {0, args.mask_shape[0]}; const float *po = args.parts[0], *pm = args.parts[1], *pl = args.parts[2], *signs = args.signs;\n")
         out.append(f"{source.text('merge.body')}{source.text('unrotated.body' if s.layout.turbo else 'written.body')}}}\n")
     out.append('extern "C" bool run(int which, int merge, const void** in, const long** strides, const int* mask_shape, float** parts, const float* signs, void* out,')
     out.append(" const int* grid, int threads) {\nstatic void (*bodies[])() = {")
     out += [f"parts_body_{number}, merge_body_{number}, " for number in range(len(shapes))]
     out.append("""};
-for (int i = 0; i < 8; ++i) { args.in[i] = in[i]; args.strides[i] = strides[i]; }
+for (int i = 0; i < 10; ++i) { args.in[i] = in[i]; args.strides[i] = strides[i]; }
 for (int i = 0; i < 3; ++i) args.parts[i] = parts[i];
 args.mask_shape = mask_shape; args.signs = signs; args.out = out;
 return fibers::run_grid(bodies[2 * which + merge], grid, threads);
@@ -102,27 +107,36 @@ class Library:
         self._run = compiled(text(shapes), directory).run
 
     def decode(self, shape: Shape, q: mx.array, keys: Any, values: Any, slots: int, mask: np.ndarray | None, splits: int) -> np.ndarray:
-        """As `kernels.decode.decode`, over whole buffers of which `slots` are held; in fp32."""
-        rows = q.shape[0]
+        """As `kernels.decode.decode`, over whole buffers of which `slots` are held, or over records of them; in fp32."""
+        rows, form, alone = q.shape[0], shape.form, merged("cuda", shape.form)
         found = shape.options("cuda", rows, splits)
-        arrays = [_view(a) for a in (q, *shape.layout.inputs(keys, values))]
-        arrays.append(np.ones((1, 1, 1, 1), bool) if mask is None else mask)
+        named = dict(zip(PLANES, shape.layout.inputs(keys, values), strict=True))
+        if shape.records:
+            named |= {"kv": form.record.join(list(zip(keys, values, strict=True))), "book": named["vb"]}
+        given = {name: _view(array) for name, array in (named | {"q": q}).items()}
+        given |= {"signs": _view(signs) for signs in shape.layout.back(shape.dim)}
+        given["mask"] = np.ones((1, 1, 1, 1), bool) if mask is None else mask
+        done = given["done"] = np.zeros(rows * shape.kv_heads * -(-shape.each // 8), np.uint32)
+        arrays = [given[name] for name in inputs("cuda", form)]
         strides = [(ctypes.c_long * 4)(*(s // a.itemsize for s in a.strides)) for a in arrays]
-        parts = [np.full(size, np.nan, np.float32) for size in found.parts["output_shapes"]]
-        signs = [*map(_view, shape.layout.back(shape.dim)), *parts][0]
+        sizes = [(found.parts["output_shapes"][1]), (1,), (1,)] if alone else found.parts["output_shapes"]
+        parts = [np.full(size, np.nan, np.float32) for size in sizes]
+        signs = given.get("signs", parts[0])
         out = np.zeros(q.shape, np.uint16 if shape.queries == mx.bfloat16 else np.float16 if shape.queries == mx.float16 else np.float32)
 
         def call(merge: int, first: int, grid: tuple[int, ...], threads: int) -> None:
             dims, (width, *others) = (ctypes.c_int * 4)(first, 0, 0, slots), grid
             assert self._run(
-                self._numbers[shape], merge, (ctypes.c_void_p * 8)(*(a.ctypes.data for a in arrays)),
-                (ctypes.POINTER(ctypes.c_long) * 8)(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_long)) for s in strides)), dims,
+                self._numbers[shape], merge, (ctypes.c_void_p * 10)(*(a.ctypes.data for a in arrays)),
+                (ctypes.POINTER(ctypes.c_long) * 10)(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_long)) for s in strides)), dims,
                 (ctypes.c_void_p * 3)(*(p.ctypes.data for p in parts)), ctypes.c_void_p(signs.ctypes.data), ctypes.c_void_p(out.ctypes.data),
                 (ctypes.c_int * 3)(width // threads, *others), threads,
             )  # fmt: skip
 
-        for merge, one in enumerate((found.parts, found.merge)):
+        for merge, one in enumerate((found.parts,) if alone else (found.parts, found.merge)):
             call(merge, splits * merge, one["grid"], one["threadgroup"][0])
+        # Ready for the next call.
+        assert not done.any()
         return (out.astype(np.uint32) << 16).view(np.float32) if out.dtype == np.uint16 else out.astype(np.float32)
 
 

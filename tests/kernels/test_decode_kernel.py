@@ -21,6 +21,8 @@ HALVES = [affine(8, 64, 128, queries=mx.bfloat16, scales=mx.bfloat16), affine(4,
 TURBO = [turbo(8, bits, 128) for bits in (2, 3, 4, 5, 8)] + [turbo(bits, 3, 64, each=1) for bits in (2, 4, 5)]
 TURBO += [turbo(8, 3, 256, each=5, warps=1), turbo(8, 3, 512, each=1, warps=1), turbo(8, 3, 64, kv_heads=1, masked=True), turbo(8, 3, 128, each=2, queries=mx.bfloat16)]
 SPREAD = affine(8, 64, 128, scale=0.015)
+# Where keys and values lie in records; widths at multiples of 16, 8 and 4 bytes.
+RECORDS = [replace(shape, records=True) for shape in [*WIDTHS, *GROUPS[:3], FORMS[2], FORMS[-1], *MASKED, *HALVES, *TURBO[:2], *TURBO[4:6], *TURBO[8:]]]
 
 Library = plain.Library | metal.Library
 
@@ -28,6 +30,11 @@ Library = plain.Library | metal.Library
 @pytest.fixture(scope="module", params=[plain, metal], ids=["plain", "metal"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     return request.param.Library([*WIDTHS, *GROUPS, *FORMS, *MASKED, *HALVES, *TURBO, SPREAD], tmp_path_factory.mktemp("dialect"))
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> plain.Library:
+    return plain.Library(RECORDS, tmp_path_factory.mktemp("records"))
 
 
 def made(shape: Shape, rows: int, capacity: int, seed: int = 0) -> tuple:
@@ -62,6 +69,17 @@ def test_turboquant_equals_attention_over_its_own_decoded_values(library: Librar
     mask = np.arange(131) >= np.array([0, 40]).reshape(2, 1, 1, 1) if shape.masked else None
     got, want = library.decode(shape, q, keys, values, 131, mask, 3), expected(shape, q, keys, values, 131, mask)
     assert np.linalg.norm(got - want) <= np.linalg.norm(want) * (1e-2 if shape.queries == mx.bfloat16 else 5e-4)
+
+
+@pytest.mark.parametrize("shape", RECORDS, ids=str)
+def test_records_are_read_as_planes_are(records: plain.Library, library: Library, shape: Shape) -> None:
+    q, keys, values = made(shape, rows=2, capacity=160)
+    mask = np.arange(131) >= np.array([0, 40]).reshape(2, 1, 1, 1) if shape.masked else None
+    for slots, splits in ((131, 3), (16, 1)):
+        held = None if mask is None else mask[..., :slots]
+        got = records.decode(shape, q, keys, values, slots, held, splits)
+        # The merging sums in another order on Metal.
+        assert np.allclose(got, library.decode(replace(shape, records=False), q, keys, values, slots, held, splits), rtol=1e-2 if shape.queries == mx.bfloat16 else 2e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", HALVES, ids=str)

@@ -14,7 +14,7 @@ from mlx_lm_tiered.kernels import decode, source
 from mlx_lm_tiered.kernels.layout import Layout
 from mlx_lm_tiered.kernels.tuning import choose
 
-BODIES = ("decode.body", "merge.body", "written.body", "unrotated.body")
+BODIES = ("planes.body", "decode.body", "merge.body", "written.body", "unrotated.body")
 SHAPE = affine(8, 64, 64, each=1, kv_heads=1, masked=True, scales=mx.bfloat16)
 TYPES = r"(?:u8|u16|u32|uint\d?|int|long|float\d?|half\d?|bool|S|T|simdgroup_\w+|\w+<[^<>;]*>)"
 POINTER = re.compile(rf"(?:\b(\w+)\s+)?(?:const\s+)?\b{TYPES}\s*[*&](?![&\w]*\s*\d)")
@@ -43,7 +43,7 @@ def test_no_variable_is_global_and_none_is_a_double() -> None:
 @pytest.mark.parametrize(
     ("right", "wrong", "says"),
     [
-        ("template <int BITS, int E> FN void fetch(LOCAL u32* raw, DEVICE const u8* row", "template <int BITS, int E> FN void fetch(LOCAL u32* raw, LOCAL const u8* row", "no matching function"),
+        ("template <int BITS, int E, int ALIGN> FN void fetch(LOCAL u32* raw, DEVICE const u8* row", "template <int BITS, int E, int ALIGN> FN void fetch(LOCAL u32* raw, LOCAL const u8* row", "no matching function"),
         ("DEVICE const S* kscales = ks", "LOCAL const S* kscales = ks", "cannot initialize a variable"),
         ("reinterpret_cast<DEVICE const uint2*>(from)", "reinterpret_cast<LOCAL const uint2*>(from)", "reinterpret_cast"),
         ("l[k] += shuffle_xor(", "l[k] += warp_shuffle_xor(", "undeclared"),

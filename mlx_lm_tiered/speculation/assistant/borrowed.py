@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ...schemes.held import HeldRecords
 from ...schemes.lockstep import Lockstep
 from ..rollback import singles
 
@@ -36,6 +37,9 @@ def borrowed(cache: Any, most: int | None = None) -> Borrowed | None:
     parts = [_cut(part, most) for part in cache.parts]
     if None in parts:
         return None
+    if cache.record is not None:
+        records, _, tokens = parts[0]  # type: ignore[misc]
+        return Borrowed(*(HeldRecords(records, tokens, cache.record, side, cut) for side, cut in enumerate((cache.keys_of, cache.values_of))), tokens)
     keys, values, tokens = zip(*parts, strict=True)  # type: ignore[arg-type]
     return Borrowed(cache.keys_of(keys), cache.values_of(values), tokens[0])
 
