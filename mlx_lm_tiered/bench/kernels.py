@@ -12,7 +12,8 @@ after two that are not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -20,11 +21,15 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
+from mlx_lm_tiered.kernels import encode
 from mlx_lm_tiered.kernels.check import TOLERANCE, error
+from mlx_lm_tiered.kernels.choice import Kernels
 from mlx_lm_tiered.kernels.decode import Format, Step
 from mlx_lm_tiered.kernels.layout import AFFINE_BITS, AFFINE_GROUPS, Layout
 from mlx_lm_tiered.kernels.tuning import TOKENS, Tuning
+from mlx_lm_tiered.schemes.attention import caches_use
 from mlx_lm_tiered.schemes.convert import fresh
+from mlx_lm_tiered.schemes.held import HeldRecords
 from mlx_lm_tiered.schemes.spec import Affine, Form, parse
 from mlx_lm_tiered.turboquant.codebooks import KEY_BITS, VALUE_BITS
 
@@ -41,8 +46,8 @@ SPLITS = (16, 24, 33, 49, 66, 99, 128)
 
 
 def form_of(layout: Layout, dim: int = DIM, each: int = HEADS // KV_HEADS, queries: mx.Dtype = mx.bfloat16, scales: mx.Dtype = mx.bfloat16, masked: bool = False) -> Format:
-    """What a model with such heads asks for."""
-    return Format(layout, dim, each, queries, mx.float16 if layout.turbo else scales, dim**-0.5, masked)
+    """What a model with such heads asks for, over records, as caches keep them there."""
+    return Format(layout, dim, each, queries, mx.float16 if layout.turbo else scales, dim**-0.5, masked, True)
 
 
 def forms() -> list[Format]:
@@ -58,19 +63,34 @@ def forms() -> list[Format]:
 
 
 def self_test() -> list[dict[str, Any]]:
-    """Every one of `forms`, and every shape of a block; the error's text where one does not compile or run."""
+    """Every one of `forms`, some over planes, and every shape of a block; and every encoding. The error's text where one does not compile or run."""
     cases: list[tuple[Format, Tuning | None]] = [(form, None) for form in forms()]
     layouts = (Layout.affine(8, 64), Layout.affine(4, 64), Layout.turboquant(8, 3))
+    cases += [(form_of(layout, masked=masked)._replace(records=False), None) for layout in layouts for masked in (False, True)]
     cases += [(form_of(layout), Tuning(warps, 7, resident)) for layout in layouts for warps, resident in SHAPES]
-    rows = []
+    rows = _encodings()
     for form, tuning in cases:
         started = time.perf_counter()
         try:
             found, text = error(form, tuning), ""
         except (RuntimeError, ValueError) as raised:
             found, text = float("nan"), str(raised)
-        name = f"{form.layout} d {form.dim} x {form.each} {form.queries}{' masked' if form.masked else ''}{f' {tuning}' if tuning else ''}"
+        name = f"{form.layout} d {form.dim} x {form.each} {form.queries}{' masked' if form.masked else ''}{'' if form.records else ' planes'}{f' {tuning}' if tuning else ''}"
         rows.append({"format": name, "ok": found <= TOLERANCE[form.queries], "error": found, "seconds": time.perf_counter() - started, "raised": text})
+    return rows
+
+
+def _encodings() -> list[dict[str, Any]]:
+    """Of each of `forms`' records, whether the kernel gives mlx's bytes, and by which rounding."""
+    rows = []
+    for one in dict.fromkeys(encode.Form(form.record, KV_HEADS, form.queries if form.layout.turbo else form.scales) for form in forms()):
+        started = time.perf_counter()
+        try:
+            found, text = encode.right(one), ""
+        except (RuntimeError, ValueError) as raised:
+            found, text = None, str(raised)
+        name = f"encoding {one.record.layout} d {one.dim} {one.dtype} {found and tuple(found)}"
+        rows.append({"format": name, "ok": found is not None, "error": 0.0 if found else float("nan"), "seconds": time.perf_counter() - started, "raised": text})
     return rows
 
 
@@ -160,7 +180,7 @@ def measure(attend: Callable[[mx.array, Any], mx.array], pairs: Sequence[Any], r
 
 def _kernel(layout: Layout, tuning: Tuning | None) -> Callable[[mx.array, Any], mx.array]:
     step = Step(1, KV_HEADS, form_of(layout))
-    return lambda q, pair: step(q, *pair, pair[0][0].shape[2], None, tuning)
+    return lambda q, pair: step.over_records(q, pair[0].buffers[0], pair[0].slots, None, tuning)
 
 
 def _row(tokens: int, name: str, pairs: Sequence[Any], attend: Callable[[mx.array, Any], mx.array]) -> dict[str, Any]:
@@ -172,23 +192,38 @@ def _row(tokens: int, name: str, pairs: Sequence[Any], attend: Callable[[mx.arra
 
 
 def _bytes(pair: Any) -> int:
+    if isinstance(pair[0], HeldRecords):
+        rows, heads, _, words = pair[0].buffers[0].shape
+        return 4 * rows * heads * pair[0].slots * words
     return sum(part.nbytes for side in pair for part in (side if isinstance(side, tuple) else (side,)))
 
 
 def _caches(tokens: int, form: Form | None) -> list[Any]:
     """What caches of `tokens` and one more hand out: so many that they are more than the GPU's cache holds, 8 at most."""
     pairs: list[Any] = []
-    while len(pairs) < 8 and sum(map(_bytes, pairs)) < BEYOND_CACHE:
-        pairs.append(filled(tokens, form).update_and_fetch(*_random(1)))
-        mx.eval(pairs[-1])
+    with in_use(Kernels()):
+        while len(pairs) < 8 and sum(map(_bytes, pairs)) < BEYOND_CACHE:
+            pairs.append(filled(tokens, form).update_and_fetch(*_random(1)))
+            mx.eval([side.buffers if isinstance(side, HeldRecords) else side for side in pairs[-1]])
     return pairs
+
+
+@contextmanager
+def in_use(kernels: Kernels) -> Iterator[None]:
+    """Caches as they are where these kernels read them."""
+    caches_use(kernels)
+    try:
+        yield
+    finally:
+        caches_use(Kernels("off"))
 
 
 def filled(tokens: int, form: Form | None) -> Any:
     """A cache that holds random keys and values."""
     cache = KVCache() if form is None else fresh(KVCache(), form)
     for start in range(0, tokens, 8192):
-        mx.eval(cache.update_and_fetch(*_random(min(8192, tokens - start))))
+        cache.update_and_fetch(*_random(min(8192, tokens - start)))
+        mx.eval(cache.state)
     return cache
 
 
