@@ -14,7 +14,7 @@ from .decode import Format, decode, decode_records, dialect
 from .layout import Layout
 from .tuning import Tuning, choose
 
-SLOTS, CAPACITY, SPLITS = 301, 512, 3
+SLOTS, CAPACITY, SPLITS = 301, 512, 2
 # Of the timing: about what a conversation has, and so many calls at once, as of a model's layers.
 TIMED_TOKENS, TIMED_KV_HEADS, CALLS, REPEATS = 4096, 8, 8, 5
 # Of the largest output, by the dtype of queries and so of outputs.
@@ -64,7 +64,7 @@ def error(form: Format, tuning: Tuning | None = None) -> float:
     k_side, v_side = sides(k, v, form.layout, SLOTS)
     mask = mx.arange(SLOTS) >= mx.array([3, 40]).reshape(2, 1, 1, 1) if form.masked else None
     # As it will be compiled; in so few splits that warps go round more than once.
-    tuning = tuning or choose(SLOTS, rows * kv_heads, form.layout.value_bits, form.dim, form.each, dialect())._replace(splits=SPLITS)
+    tuning = tuning or choose(SLOTS, rows * kv_heads, form.dim, form.each, dialect())._replace(splits=SPLITS)
     got = attention(form, q, k_side, v_side, mask, tuning)().astype(mx.float32)
     want = reference(q, k_side, v_side, form.scale, mask, form.layout)
     return (mx.abs(got - want).max() / mx.abs(want).max()).item()

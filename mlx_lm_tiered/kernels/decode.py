@@ -235,7 +235,7 @@ class Step:
     def _call(self, queries: mx.array, held: list[mx.array], slots: int, mask: Any, tuning: Tuning | None) -> mx.array:
         form = self._form
         if tuning is None:
-            tuning = choose(slots, self._units, form.layout.value_bits, form.dim, form.each, self._language)
+            tuning = choose(slots, self._units, form.dim, form.each, self._language)
         call = self._calls.get(tuning)
         if call is None:
             call = self._calls[tuning] = self._made(tuning)

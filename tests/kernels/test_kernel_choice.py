@@ -22,7 +22,7 @@ from mlx_lm_tiered.turboquant.codec import encode_keys, encode_values
 UPSTREAM = base.quantized_scaled_dot_product_attention
 SCALE = 0.18
 EIGHT, FOUR = Layout.affine(8, 32), Layout.affine(4, 32)
-SPLITS = [(4096, 8, 4, 33), (16384, 8, 8, 49), (65536, 8, 8, 49), (16384, 8, 3, 66), (65536, 8, 4, 66), (65536, 32, 4, 16), (100, 8, 8, 2), (1, 8, 8, 1), (16384, 900, 4, 1)]
+SPLITS = [(4096, 8, 128, 16), (4096, 8, 256, 33), (16384, 8, 64, 33), (65536, 8, 128, 33), (65536, 8, 256, 66), (65536, 32, 128, 8), (100, 8, 128, 1), (130, 8, 128, 2), (1, 8, 128, 1), (16384, 900, 128, 1)]
 
 
 def step(bits: int = 8, dtype: mx.Dtype = mx.float32, length: int = 1) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_a_kernel_that_passes_serves_what_it_supports(device: None, monkeypatch:
         got, want = (f(**step(dtype=dtype)).astype(mx.float32) for f in (attend, UPSTREAM))
         assert mx.abs(got - want).max().item() < (1e-5 if dtype == mx.float32 else 0.06)
     # What is tested is compiled as what serves.
-    used = tuning.choose(40, 4, 8, 64, 2)
+    used = tuning.choose(40, 4, 64, 2)
     assert [(t.warps, t.resident) for t in tests] == [(used.warps, used.resident)] * 2 and served == [EIGHT] * 3
     # Several queries, sinks, and another mask are computed otherwise.
     assert np.array_equal(attend(**step(length=3)), UPSTREAM(**step(length=3)))
@@ -208,14 +208,14 @@ def test_off_and_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Kernels().state == "on" and Kernels().attend(*arguments) is not None
 
 
-@pytest.mark.parametrize(("tokens", "units", "bits", "splits"), SPLITS)
-def test_splits_fill_the_device_but_no_warp_is_idle(tokens: int, units: int, bits: int, splits: int) -> None:
-    found = tuning.choose(tokens, units, bits, 128, 4)
+@pytest.mark.parametrize(("tokens", "units", "dim", "splits"), SPLITS)
+def test_splits_fill_the_device_but_no_warp_is_idle(tokens: int, units: int, dim: int, splits: int) -> None:
+    found = tuning.choose(tokens, units, dim, 4)
     assert found.splits == splits and (found.splits - 1) * found.warps * tuning.TOKENS < tokens
-    assert tuning.choose(tokens, units, bits, 256, 4).resident == 0 == tuning.choose(tokens, units, bits, 128, 8).resident
+    assert tuning.choose(tokens, units, 256, 4).resident == 0 == tuning.choose(tokens, units, 128, 8).resident
     assert found.splits <= decode.MOST_SPLITS
 
 
 def test_splits_on_metal() -> None:
-    assert [tuning.choose(tokens, 8, 4, 128, 4, "metal").splits for tokens in (1, 600, 2048, 65536)] == [1, 10, 32, 32]
-    assert tuning.choose(65536, 900, 4, 128, 4, "metal") == tuning.Tuning(4, 1, 0)
+    assert [tuning.choose(tokens, 8, 128, 4, "metal").splits for tokens in (1, 600, 2048, 65536)] == [1, 10, 32, 32]
+    assert tuning.choose(65536, 900, 128, 4, "metal") == tuning.Tuning(4, 1, 0)

@@ -88,7 +88,7 @@ def test_what_a_threadgroup_may_have() -> None:
     cases += [(Layout.turboquant(8, bits), dim) for bits in (2, 3, 4, 5, 8) for dim in (64, 128, 256, 512)]
     for layout, dim in cases:
         for each in (1, 4, 5, 8, 12):
-            tuning = choose(4096, 2, layout.value_bits, dim, each, "metal")
+            tuning = choose(4096, 2, dim, each, "metal")
             kinds = (mx.float32, mx.float16) if layout.turbo else (mx.float32, mx.float32)
             found = decode.options("metal", 1, 2, decode.Format(layout, dim, each, *kinds, 0.1), tuning)
             if decode.warps_that_fit("metal", decode.Format(layout, dim, each, *kinds, 0.1), 1) == 0:
