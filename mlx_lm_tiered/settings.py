@@ -154,7 +154,7 @@ class Settings:
     )  # fmt: skip
     kernels: str = _setting(
         "auto", one_of("auto", "off"),
-        "Decode attention over quantized KV, and TurboQuant's encoding, by kernels of the plugin's: auto (where the device has them and their self-test passes) or off.",
+        "Decode attention over quantized KV, and the encoding of new tokens, by kernels of the plugin's: auto (where the device has them and their self-test passes) or off.",
         shown="auto", metavar="WHEN",
     )  # fmt: skip
     speculation: str | None = _setting(

@@ -6,6 +6,7 @@ The defaults are an 8B Llama's shape in bf16. Steps are taken as mlx-lm's
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -26,7 +27,7 @@ VOCABULARY = 32000
 
 
 def run(contexts: Sequence[int] = (16384, 65536), schemes: Sequence[str] = SCHEMES, layers: int = 32, hidden: int = 4096) -> Any:
-    """One row a context and scheme: milliseconds a token, medians over rounds in which the schemes take turns; and `failed`, kernels that are off."""
+    """One row a context and scheme, over caches of one sequence and as the one row of a batch, which a server has: milliseconds a token, medians over rounds in which the schemes take turns; and `failed`, kernels that are off."""
     model = _model(layers, hidden)
     warnings: list[str] = []
     kernels = Kernels("auto", warnings.append)
@@ -35,8 +36,8 @@ def run(contexts: Sequence[int] = (16384, 65536), schemes: Sequence[str] = SCHEM
     caches_use(kernels)
     try:
         rows = []
-        for tokens in contexts:
-            runners = {name: _Runner(model, tokens, name, layers) for name in schemes}
+        for tokens, batch in itertools.product(contexts, (False, True)):
+            runners = {name: _Runner(model, tokens, name, layers, batch) for name in schemes}
             times: dict[str, list[float]] = {name: [] for name in schemes}
             for runner in runners.values():
                 runner.steps(4)
@@ -44,7 +45,7 @@ def run(contexts: Sequence[int] = (16384, 65536), schemes: Sequence[str] = SCHEM
                 for place in range(len(schemes)):
                     name = schemes[(place + number) % len(schemes)]
                     times[name].append(runners[name].steps(STEPS))
-            rows += [{"tokens": tokens, "scheme": name, "ms_per_token": median(times[name]) * 1e3, "ratio_to_first": _ratio(times, name)} for name in schemes]
+            rows += [{"tokens": tokens, "batch": batch, "scheme": name, "ms_per_token": median(times[name]) * 1e3, "ratio_to_first": _ratio(times, name)} for name in schemes]
             del runners
             mx.clear_cache()
         return {"rows": rows, "failed": kernels.failed, "warnings": warnings}
@@ -74,10 +75,15 @@ def _model(layers: int, hidden: int) -> Any:
 class _Runner:
     """A sequence under one scheme."""
 
-    def __init__(self, model: Any, tokens: int, scheme: str, layers: int):
+    def __init__(self, model: Any, tokens: int, scheme: str, layers: int, batch: bool):
         form = parse(scheme).form
         self._model = model
-        self._caches = [filled(tokens, form) for _ in range(layers)]
+        self._caches = []
+        for _ in range(layers):
+            cache = filled(tokens, form)
+            self._caches.append(cache.merge([cache]) if batch else cache)
+            # One layer's copy at a time.
+            mx.eval(self._caches[-1].state)
         self._next = mx.array([[1]])
 
     def steps(self, count: int) -> float:

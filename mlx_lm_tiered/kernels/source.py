@@ -1,4 +1,4 @@
-"""The text of the kernels. `decode.body` and `merge.body` are written once; a dialect is what their macros and primitives mean.
+"""The text of the kernels. The bodies are written once; a dialect is what their macros and primitives mean.
 
 The kernel, per block: up to 8 query heads of one KV head over one split of the tokens.
 Each warp takes 16 tokens at a time. Both products are tensor-core ones. Scores are
@@ -9,7 +9,8 @@ probability times scale; of TurboQuant's, values looked up and scaled, still rot
 times probability. A weight is two halves, so 22 bits of it count. Which dimension or
 token goes to which row of a fragment is ours to choose, so each lane loads contiguous
 codes and never exchanges any; but weights, which become an operand by a transposition.
-The second kernel merges the splits, and rotates what was rotated back.
+Then the splits are merged, and what was rotated is rotated back: by a second kernel, or
+by the last block of a head that comes to its end (`last.body`).
 
 Dialects are CUDA, Metal, and the tests' plain C++. Metal's 8 x 8 matrices have PTX's
 fragments for the left operand and the sum, once lanes are counted in another order; the

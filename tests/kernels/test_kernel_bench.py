@@ -46,5 +46,5 @@ def test_steps_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"STEPS": 1, "ROUNDS": 2, "VOCABULARY": 64}.items():
         monkeypatch.setattr(decode_model, name, value)
     result = decode_model.run([32], ["bf16", "affine:4", "turbo"], layers=2, hidden=64)
-    assert [row["scheme"] for row in result["rows"]] == ["bf16", "affine:4", "turbo"] and result["failed"] == 0
+    assert [(row["batch"], row["scheme"]) for row in result["rows"]] == [(batch, name) for batch in (False, True) for name in ("bf16", "affine:4", "turbo")] and result["failed"] == 0
     assert result["rows"][0]["ratio_to_first"] == 1 and all(row["ms_per_token"] > 0 for row in result["rows"])
