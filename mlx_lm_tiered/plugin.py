@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_lm_hooks import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Refused, Route, Row, Serves, Speculation, UsageError, hookimpl
+from mlx_lm_hooks import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Preparation, Refused, Route, Row, Serves, Speculation, UsageError, hookimpl
 
 from . import settings as table
 from .runtime import Runtime
@@ -44,7 +44,12 @@ def mlx_lm_configure(invocation: Invocation) -> None:
     drafting = choose_drafting(settings, invocation)
     scheme = choose(settings.kv_scheme, invocation)
     check_verification(settings, drafting, invocation)
-    runtime = Runtime(settings, scheme, drafting)
+    paged = settings.paged_kv and (invocation.command == "server" or "paged_kv" in invocation.given)
+    if paged:
+        from .paged.options import check as check_paging
+
+        check_paging(settings, scheme, drafting.source, invocation)
+    runtime = Runtime(settings, scheme, drafting, paged=paged)
     runtime.trace = open_trace(settings, drafting, runtime.statistics)
     mlx_lm_unconfigure()
     _runtime = runtime
@@ -154,7 +159,12 @@ def mlx_lm_speculation() -> Speculation | None:
 
 @hookimpl
 def mlx_lm_admit(request: Admission) -> Refused | None:
-    return _runtime.guard.admit(request) if _runtime is not None else None
+    return _runtime.admit(request) if _runtime is not None else None
+
+
+@hookimpl
+def mlx_lm_hold(source: ModelSource, tokens: Sequence[int], max_tokens: int) -> Preparation | None:
+    return _runtime.hold(source, tokens, max_tokens) if _runtime is not None else None
 
 
 @hookimpl

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_lm_hooks import Engine, ModelSource, Serves
+from mlx_lm_hooks import Admission, Engine, ModelSource, Preparation, Refused, Serves
 
 from . import drafting
 from .identity import stat_signature
@@ -29,8 +29,11 @@ from .statistics import Statistics
 
 if TYPE_CHECKING:
     from .checkpoints.room import Checkpoints
+    from .memory.footprint import Planned
+    from .paged.admission import Blocks
+    from .paged.scheme import Pages
+    from .prefix.ram import Entry
     from .saving import Saver
-    from .schemes.plan import Plan
     from .schemes.scheme import Scheme
     from .speculation.requests import Speculating
     from .speculation.trace import Trace
@@ -57,11 +60,14 @@ class Warms(Protocol):
 class Runtime:
     """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
 
-    def __init__(self, settings: Settings, spec: Spec = PLAIN, chosen: Drafting = OFF):
+    def __init__(self, settings: Settings, spec: Spec = PLAIN, chosen: Drafting = OFF, paged: bool = False):
         self.settings = settings
         self._drafting = chosen
         self._spec = spec
         self._scheme: Scheme | None = None
+        self._paged = paged
+        self._pages: Pages | None = None
+        self._blocks: Blocks | None = None
         self._speculation: Speculating | None = None
         self.statistics = Statistics()
         self.engine: Engine | None = None
@@ -77,8 +83,8 @@ class Runtime:
         self._namespaces: dict[ModelSource, Hashable] = {}
         self.storage: Storage | None = None  # with --ssd-cache, from the first prefix cache on
         self._saver: Saver | None = None
-        relief = Relief(lambda: list(self._caches), lambda: self.storage.queue if self.storage is not None else None)
-        self.guard = MemoryGuard(settings.memory_budget, relief, self.statistics, self._plan_of)
+        self._relief = Relief(lambda: list(self._caches), lambda: self.storage.queue if self.storage is not None else None)
+        self.guard = MemoryGuard(settings.memory_budget, self._relief, self.statistics, self._plan_of)
 
     @property
     def checkpoints(self) -> Checkpoints | None:
@@ -114,12 +120,16 @@ class Runtime:
         )
         if self.warmer is not None:
             cache.is_clients = self.warmer.is_clients
+        if self._pages is not None or self._paged:
+            cache.adopted = self._adopted
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), storage.announcement if storage is not None else "SSD tier off (--ssd-cache DIR)")
         return cache
 
-    def scheme(self) -> Scheme | None:
+    def scheme(self) -> Scheme | Pages | None:
         """The KV scheme, made on first use; None where KV is stored as the model makes it."""
+        if self._paged:
+            return self._pages or self._open_pages()
         if self._scheme is None and not self._spec.plain:
             from .schemes.scheme import Scheme
 
@@ -146,8 +156,18 @@ class Runtime:
         name = getattr(self.args, "model", None)
         return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
 
-    def _plan_of(self, model: Any) -> Plan | None:
-        return self._scheme.plan_of(model) if self._scheme is not None else None
+    def _plan_of(self, model: Any) -> Planned | None:
+        scheme = self._pages or self._scheme
+        return scheme.plan_of(model) if scheme is not None else None
+
+    def admit(self, request: Admission) -> Refused | None:
+        """None when a request fits into memory and into the blocks; else what to tell its client."""
+        refused = self.guard.admit(request)
+        return refused if refused is not None or self._blocks is None else self._blocks.admit(request)
+
+    def hold(self, source: ModelSource, tokens: Sequence[int], max_tokens: int) -> Preparation | None:
+        """What a request waits for before it is looked up."""
+        return self._blocks.wait(source, tokens, max_tokens) if self._blocks is not None else None
 
     def model_loaded(self, source: ModelSource) -> None:
         """Start fingerprinting the weights, off the path to readiness."""
@@ -210,6 +230,7 @@ class Runtime:
     def model_unloading(self, source: ModelSource) -> None:
         """Save a model's entries and free them before another takes its place; on the generation thread."""
         if self.storage is None:
+            self._drop_blocks(source)
             return
         for cache in list(self._caches):
             if cache.preparations is not None:
@@ -224,6 +245,7 @@ class Runtime:
             self.flush_on_this_thread(SWAP_PATIENCE)
             while self.idle_turn():
                 pass
+        self._drop_blocks(source)
 
     def flush_on_this_thread(self, timeout: float) -> bool:
         """The same for a script, whose own thread is the generation thread."""
@@ -289,6 +311,7 @@ class Runtime:
             "ssd": self._report_ssd(caches),
             "warm": self.warmer.report() if self.warmer is not None else None,
             "speculation": self._speculation.report() if self._speculation is not None else None,
+            "paged": self._blocks.report() if self._blocks is not None else None,
             "kv": self._scheme.report([entry for cache in caches for entry in cache.ram]) if self._scheme is not None else None,
         }
 
@@ -321,6 +344,35 @@ class Runtime:
         self._caches.clear()
 
     # Inside
+
+    def _open_pages(self) -> Pages:
+        from .paged.admission import Blocks
+        from .paged.scheme import Pages
+
+        size = self.settings.paged_kv_pool
+        self._pages = Pages(self.settings.paged_kv_block_size, default_ram_bytes() if size is None else size, self.statistics)
+        self._blocks = Blocks(self._pages, lambda: [entry for cache in list(self._caches) for entry in cache.entries()], self._relief.until, self._lender)
+        return self._pages
+
+    def _lender(self, source: ModelSource, tokens: Sequence[int]) -> tuple[Entry, int] | None:
+        """The stored prefix in memory that a request will find, and its length."""
+        key = token_key(tokens)
+        found = [one for cache in list(self._caches) if (one := cache.lender(source, tokens, key)) is not None]
+        return max(found, key=lambda one: one[1], default=None)
+
+    def _adopted(self, source: ModelSource, caches: list[Any]) -> list[Any] | None:
+        return self._pages.adopted(source.path, caches) if self._pages is not None else caches
+
+    def _drop_blocks(self, source: ModelSource) -> None:
+        """Let go of a model's pool: what is stored in its blocks goes with the model."""
+        if self._pages is None or source.path not in self._pages.storages:
+            return
+        namespace = self._namespace(source)
+        for cache in list(self._caches):
+            for entry in cache.entries():
+                if entry.namespace == namespace:
+                    cache.release(entry)
+        self._pages.unloaded(source.path)
 
     def _open_storage(self, restoring_bytes: int) -> None:
         """Not before there is something to serve: a server sets up its log after its flags are read."""

@@ -157,6 +157,17 @@ class Settings:
         "Decode attention over quantized KV, and the encoding of new tokens, by kernels of the plugin's: auto (where the device has them and their self-test passes) or off.",
         shown="auto", metavar="WHEN",
     )  # fmt: skip
+    paged_kv: bool = _setting(
+        False, parse_switch, "Keep KV of full-attention layers in blocks of one pool, which requests with the same prefix share.",
+        shown="off", server=True,
+    )  # fmt: skip
+    paged_kv_block_size: int = _setting(
+        256, int, "Tokens of a block.", shown="256", metavar="TOKENS", needs="paged_kv", server=True
+    )
+    paged_kv_pool: int | None = _setting(
+        None, parse_size, "Bytes of the pool that all requests and stored prefixes share.",
+        shown="8GB or a quarter of memory, whichever is less", metavar="SIZE", needs="paged_kv", server=True,
+    )  # fmt: skip
     speculation: str | None = _setting(
         None, one_of("off", "ngram"),
         "Draft tokens of a request that is alone and verify them together: off, or ngram (what followed the same tokens earlier in prompt and answer).",

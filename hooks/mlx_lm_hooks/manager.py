@@ -13,7 +13,7 @@ import pluggy
 from . import specs
 from .markers import PROJECT
 from .speculation import Speculation
-from .types import Admission, Engine, GenerationCheckpoints, Host, Invocation, KVScheme, ModelSource, PluginError, PrefixCache, Refused, Route, Row, Serves, UsageError
+from .types import Admission, Engine, GenerationCheckpoints, Host, Invocation, KVScheme, ModelSource, PluginError, PrefixCache, Preparation, Refused, Route, Row, Serves, UsageError
 
 PLUGIN_GROUP = "mlx_lm.plugins"
 HOST_GROUP = "mlx_lm.host"
@@ -127,6 +127,9 @@ class Plugins:
 
     def speculation(self) -> Speculation | None:
         return self._hook.mlx_lm_speculation()
+
+    def hold(self, source: ModelSource, tokens: Sequence[int], max_tokens: int) -> Preparation | None:
+        return self._hook.mlx_lm_hold(source=source, tokens=tokens, max_tokens=max_tokens)
 
     def admit(self, request: Admission) -> Refused | None:
         return self._hook.mlx_lm_admit(request=request)

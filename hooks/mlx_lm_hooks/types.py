@@ -91,8 +91,8 @@ class Taken(NamedTuple):
 class Admission:
     """A server's request that is about to be prefilled; nothing of it is computed yet.
 
-    `tokens` is the whole prompt, of which `caches` (one a layer; None for new ones)
-    hold the first `cached`. `draft` is the draft model, or None. `max_tokens` bounds the
+    `tokens` is the whole prompt, of which `caches` (one a layer; None where they are
+    not made yet) hold the first `cached`. `draft` is the draft model, or None. `max_tokens` bounds the
     reply (-1: nothing does), `step` the tokens of one forward pass. Of the other
     requests in the same batch, `decoding` has the tokens that each row holds, and
     `waiting` (tokens of the prompt, tokens held) of those admitted before.

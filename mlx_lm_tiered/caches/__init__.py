@@ -6,7 +6,7 @@ All of this runs on the generation thread, which owns the arrays. Functions rais
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ from ..schemes.convert import leaves
 from .affine import KINDS as AFFINE
 from .attention import ChunkedKind, ConcatenateKind, PlainKind
 from .batch import BatchKind, BatchRotatingKind
-from .kind import Dump, InconsistentLength, Kind, Tensor, UnknownCacheClass, kind_of, kinds, register
+from .kind import Dump, InconsistentLength, Kind, Later, Tensor, UnknownCacheClass, kind_of, kinds, made, register
 from .lockstep import SingleKind
 from .nested import ListKind, all_can_cut, check_depth, common_length, dump_all, lend_all, load_all
 from .quantized import QuantizedKind
@@ -24,8 +24,9 @@ from .rotating import RotatingKind
 from .turbo import KINDS as TURBO
 
 __all__ = [
-    "Dump", "Dumped", "InconsistentLength", "Kind", "Tensor", "UnknownCacheClass", "can_cut", "check", "dump", "kind_of",
-    "kinds", "lend", "length", "load", "merge_row", "minimum_reusable", "nbytes", "observe", "quantized", "register", "signatures", "stay_cuttable",
+    "Dump", "Dumped", "InconsistentLength", "Kind", "Later", "Tensor", "UnknownCacheClass", "can_cut", "check", "dump", "kind_of",
+    "kinds", "lend", "length", "load", "made", "merge_row", "minimum_reusable", "nbytes", "observe", "quantized", "register", "shared",
+    "signatures", "stay_cuttable", "stored_signatures",
 ]  # fmt: skip
 
 for _kind in (
@@ -53,6 +54,11 @@ def check(caches: Sequence[Any]) -> None:
 def signatures(caches: Sequence[Any]) -> list[str]:
     """How each cache stores what it holds."""
     return [kind_of(c).signature(c) for c in caches]
+
+
+def stored_signatures(caches: Sequence[Any]) -> list[str]:
+    """How what is stored of each is stored."""
+    return [kind_of(c).stored_signature(c) for c in caches]
 
 
 def length(caches: Sequence[Any]) -> int | None:
@@ -100,8 +106,13 @@ def nbytes(caches: Sequence[Any]) -> int:
     return sum(kind_of(c).nbytes(c) for c in caches)
 
 
+def shared(caches: Sequence[Any]) -> dict[Hashable, int]:
+    """What of their bytes other caches may hold as well (see `Kind.shared`)."""
+    return {name: size for c in caches for name, size in kind_of(c).shared(c).items()}
+
+
 def dump(caches: Sequence[Any]) -> Dumped:
-    """Everything the caches hold. The arrays are lazy views, valid whatever happens to the caches later."""
+    """Everything the caches hold. The arrays are lazy views, or made later, valid as long as the caches are not written to."""
     return Dumped(*dump_all(caches))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -17,12 +18,29 @@ class InconsistentLength(ValueError):
     """Caches that belong together hold different numbers of tokens."""
 
 
+class Later(NamedTuple):
+    """An array that is made when it is needed, and by then of this shape and type."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    make: Callable[[], mx.array]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.size
+
+
 class Tensor(NamedTuple):
     """One array of a cache. `grow_axis` is the axis along which it may come back
     longer than it was dumped, the room behind the last token; None if it may not."""
 
-    array: mx.array
+    array: mx.array | Later
     grow_axis: int | None = None
+
+
+def made(array: mx.array | Later) -> mx.array:
+    """The array itself. Generation thread only."""
+    return array.make() if isinstance(array, Later) else array
 
 
 class Dump(NamedTuple):
@@ -42,6 +60,8 @@ class Kind:
 
     name: str
     class_name: str
+    # The kind whose form it has on disk, where that is another one.
+    stored_as: str | None = None
     # Types that keys and values of a loaded cache may have.
     elements: tuple[mx.Dtype, ...] = (mx.float16, mx.bfloat16, mx.float32)
 
@@ -53,6 +73,10 @@ class Kind:
     def signature(self, cache: Any) -> str:
         """How the cache stores what it holds, e.g. ``kv:quant:8:64``."""
         raise NotImplementedError
+
+    def stored_signature(self, cache: Any) -> str:
+        """The same of what is stored of it."""
+        return self.signature(cache)
 
     def empty(self, cache: Any) -> bool:
         """Whether the cache is as good as new."""
@@ -93,6 +117,10 @@ class Kind:
     def nbytes(self, cache: Any) -> int:
         """Bytes of the arrays the cache holds, slack included."""
         raise NotImplementedError
+
+    def shared(self, cache: Any) -> dict[Hashable, int]:
+        """What of its bytes other caches may hold as well, and then is there once: a name for each part, and its bytes."""
+        return {}
 
     def observe(self, cache: Any) -> None:
         """Note what bounds the reuse of a cache that just took a chunk of tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -35,7 +35,7 @@ def dump_all(caches: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, Ten
     for i, cache in enumerate(caches):
         kind = kind_of(cache)
         fields, held = kind.dump(cache)
-        descriptors.append({"kind": kind.name, "fields": fields})
+        descriptors.append({"kind": kind.stored_as or kind.name, "fields": fields})
         tensors |= {f"{i}.{name}": tensor for name, tensor in held.items()}
     return descriptors, tensors
 
@@ -83,6 +83,12 @@ class ListKind(Kind):
 
     def signature(self, cache: Any) -> str:
         return f"list({','.join(kind_of(c).signature(c) for c in cache.caches)})"
+
+    def stored_signature(self, cache: Any) -> str:
+        return f"list({','.join(kind_of(c).stored_signature(c) for c in cache.caches)})"
+
+    def shared(self, cache: Any) -> dict[Hashable, int]:
+        return {name: size for c in cache.caches for name, size in kind_of(c).shared(c).items()}
 
     def empty(self, cache: Any) -> bool:
         return all(kind_of(c).empty(c) for c in cache.caches)

@@ -78,7 +78,8 @@ def take(attempt: Attempt, state: GenerationState) -> Snapshot:
     }
     key = token_key(state.tokens)
     job = Job(attempt.identity, attempt.namespace, key, state.caches, "assistant", companion=Companion(SCHEMA, VERSION, scalars))
-    meta, arrays = describe(job)
+    meta, described = describe(job)
+    arrays = {name: kinds.made(array) for name, array in described.items()}
     parent = attempt.basis
     if parent is not None and (len(parent.chain) >= MAX_CHAIN or attempt.signatures != meta.signatures or parent.length >= meta.length):
         parent = None
@@ -115,7 +116,7 @@ def state_of(caches: list[object], key: bytes, prompt: Sequence[int], companion:
 
 def signatures(caches: Sequence[object]) -> tuple[str, ...]:
     """What a snapshot's header will say its caches are."""
-    return tuple(kinds.signatures(caches))
+    return tuple(kinds.stored_signatures(caches))
 
 
 def namespace_of(prompt: Sequence[int], policy: str) -> str:

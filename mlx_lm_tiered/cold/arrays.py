@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..caches import Later
 from .files import PIECE
 from .fresh import fresh
 from .meta import DTYPES, TensorSpec
@@ -37,7 +38,7 @@ MLX_DTYPES = {
 _NAMES = {dtype: name for name, dtype in MLX_DTYPES.items()}
 
 
-def spec_of(name: str, array: mx.array, grow_axis: int | None) -> TensorSpec:
+def spec_of(name: str, array: mx.array | Later, grow_axis: int | None) -> TensorSpec:
     """The spec under which an array is stored."""
     return TensorSpec(name, _NAMES[array.dtype], tuple(array.shape), grow_axis)
 

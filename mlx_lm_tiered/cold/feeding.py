@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..caches import Later, made
 from .arrays import to_bytes
 from .background import Write, WriterThread
 
@@ -15,7 +16,7 @@ class Feed(NamedTuple):
     """An entry on its way to the writer, and its tensors that are still to come."""
 
     write: Write
-    tensors: Iterator[tuple[str, mx.array]]
+    tensors: Iterator[tuple[str, mx.array | Later]]
 
 
 class Feeder:
@@ -39,7 +40,7 @@ class Feeder:
         try:
             name, array = next(feed.tensors, (None, None))
             if name is not None:
-                self._thread.tensor(feed.write, name, to_bytes(array))
+                self._thread.tensor(feed.write, name, to_bytes(made(array)))
                 return self._thread.has_room()
         except Exception as error:  # mlx could not evaluate or copy it; the request path must not notice
             self._thread.cancel(feed.write, error)

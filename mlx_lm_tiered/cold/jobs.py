@@ -89,7 +89,7 @@ def shortest_cut(caches: Sequence[Any], length: int) -> int:
     return low if all(kinds.can_cut(caches, n) for n in probes) else length
 
 
-def describe(job: Job) -> tuple[Meta, dict[str, mx.array]]:
+def describe(job: Job) -> tuple[Meta, dict[str, mx.array | kinds.Later]]:
     """The header of a job's entry, and its tensors in file order. Generation thread only.
 
     Raises ValueError when the caches do not hold as many tokens as the key says.
@@ -113,7 +113,7 @@ def describe(job: Job) -> tuple[Meta, dict[str, mx.array]]:
         length=job.length,
         tensors=tuple(specs),
         descriptors=dumped.descriptors,
-        signatures=tuple(kinds.signatures(job.caches)),
+        signatures=tuple(kinds.stored_signatures(job.caches)),
         cuttable=shortest < job.length,
         minimum_reusable=shortest,
         role=job.role,

@@ -164,7 +164,8 @@ class MemoryGuard:
         self._footprint = self._workspace = None
         scheme = request.source.kv_scheme if request.source is not None else "plain"
         try:
-            caches = request.caches if scheme == "plain" and request.draft is None else None
+            own = scheme == "plain" and request.draft is None and request.cached and self._plan_of(request.model) is None
+            caches = request.caches if own else None
             self._footprint = measure(request.model, request.draft, caches, self._plan_of)
         except Exception as error:
             self._statistics.fault("memory_footprint", f"the memory of a model's caches could not be measured ({error!r}); its requests are not held to the memory budget")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,8 +50,10 @@ class Entry:
     settled: bool = False  # whether its arrays are computed
     last_used: float = field(default_factory=time.monotonic)
     nbytes: int = field(init=False)
+    shared: dict[Hashable, int] = field(init=False, repr=False)  # of these, what other entries may hold as well
 
     def __post_init__(self) -> None:
+        self.shared = kinds.shared(self.caches)
         beside = self.companion.tensors.values() if self.companion is not None else ()
         self.nbytes = kinds.nbytes(self.caches) + sum(array.nbytes for array in beside)
 
@@ -75,6 +77,7 @@ class RamTier:
         self._order: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
         self._indexes: defaultdict[Hashable, PrefixIndex[Entry]] = defaultdict(PrefixIndex)
         self._nbytes = 0
+        self._holders: Counter[Hashable] = Counter()  # entries, of each part that several may hold
 
     def __len__(self) -> int:
         return len(self._order)
@@ -88,7 +91,7 @@ class RamTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries. Buffers that entries share count once for each."""
+        """Bytes of all entries. Blocks that entries share count once; buffers that they share, once for each."""
         return self._nbytes
 
     def find(self, namespace: Hashable, tokens: Sequence[int], key: bytes) -> tuple[Entry, int] | None:
@@ -140,7 +143,7 @@ class RamTier:
                 self.remove(ancestor)
         self._indexes[entry.namespace].add(entry)
         self._order[entry] = None
-        self._nbytes += entry.nbytes
+        self._count(entry, 1)
         self.trim(self.max_entries, self.max_bytes)
         return True
 
@@ -162,7 +165,17 @@ class RamTier:
         index.remove(entry)
         if not len(index):
             del self._indexes[entry.namespace]
-        self._nbytes -= entry.nbytes
+        self._count(entry, -1)
+
+    def _count(self, entry: Entry, by: int) -> None:
+        self._nbytes += by * (entry.nbytes - sum(entry.shared.values()))
+        for part, size in entry.shared.items():
+            held = self._holders[part]
+            self._holders[part] = held + by
+            if min(held, held + by) == 0:
+                self._nbytes += by * size
+            if held + by == 0:
+                del self._holders[part]
 
     def by_role(self) -> dict[str, tuple[int, int]]:
         """(entries, bytes) per role."""

@@ -56,6 +56,8 @@ class TieredPrefixCache:
         self._writebehind = writebehind and ssd is not None
         self._min_tokens = max(1, min_tokens)
         self.is_clients: Callable[[Sequence[int]], bool] = lambda tokens: True  # whether a lookup counts
+        # Restored caches as requests have theirs; None when there is no room for them.
+        self.adopted: Callable[[ModelSource, list[Any]], list[Any] | None] = lambda source, caches: caches
         self.unsaved = Unsaved(max_unsaved_bytes, ram.__contains__)
         ram.on_evict = self._evicted
         self.demotion = None if ssd is None else Demotion(ram, ssd, statistics, demote_idle)
@@ -231,7 +233,7 @@ class TieredPrefixCache:
         found, tier = self._in_memory(namespace, source, tokens, key)
         longer_than = found[1] if found is not None else self._min_tokens - 1
         restored = restore(longer_than)
-        if restored is not None and restored.length > longer_than:
+        if restored is not None and restored.length > longer_than and (restored := self._adopt(source, restored)) is not None:
             return self._keep_restored(namespace, source, tokens, restored), "ssd"
         if found is None:
             return None, ""
@@ -260,9 +262,13 @@ class TieredPrefixCache:
             found.append(self._ssd.waiting(namespace, source, key, usable))
         return max((one for one in found if one is not None), key=lambda one: one[1], default=None)
 
+    def _adopt(self, source: ModelSource, restored: Taken) -> Taken | None:
+        caches = self.adopted(source, restored.caches)
+        return None if caches is None else restored._replace(caches=caches)
+
     def _keep_restored(self, namespace: Hashable, source: ModelSource, tokens: Sequence[int], restored: Taken) -> Taken:
-        """Restored caches go to the request, which then writes in place. Only those that a longer entry will not be able to serve stay here as well."""
-        if kinds.stay_cuttable(restored.caches):
+        """Restored caches go to the request, which then writes in place. Only those that a longer entry will not be able to serve stay here as well, and those that share what they hold."""
+        if kinds.stay_cuttable(restored.caches) and not kinds.shared(restored.caches):
             return restored
         key = token_key(tokens[: restored.length])
         self.ram.put(Entry(namespace, source, key, restored.length, restored.caches, "user", restored.companion))

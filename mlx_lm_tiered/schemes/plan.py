@@ -56,7 +56,7 @@ def make(model: Any, caches: Sequence[Any], asked: dict[int, Affine] | Form | No
     for index, (cache, wanted) in enumerate(zip(probe, forms, strict=True)):
         if wanted is not None:
             _check(index, cache, wanted, listed=isinstance(asked, dict))
-    layers = tuple(tuple(_measure(leaf, form, start) for leaf in leaves([cache])) for cache, form in zip(probe, forms, strict=True))
+    layers = tuple(tuple(measured(leaf, form, start) for leaf in leaves([cache])) for cache, form in zip(probe, forms, strict=True))
     plan = Plan(forms, layers, start)
     if plan.left and not any(layer.quantized for each in layers for layer in each):
         raise ValueError("none of its layers has full attention")
@@ -88,7 +88,8 @@ def _check(index: int, cache: Any, wanted: Form, *, listed: bool) -> None:
             raise ValueError(f"layer {index}: {reason}")
 
 
-def _measure(cache: Any, form: Form | None, start: int) -> Layer:
+def measured(cache: Any, form: Form | None = None, start: int = 0) -> Layer:
+    """What a cache that holds tokens costs, under a form that it may have from a start on."""
     if isinstance(cache, ArraysCache):
         return Layer(constant=cache.nbytes)
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)

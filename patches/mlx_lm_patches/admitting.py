@@ -31,7 +31,7 @@ def admit_one(runtime: Runtime, fetch: Fetch | None, call: dict[str, Any]) -> Ma
         draft=call.get("draft_model"),
         tokens=list(fetch.tokens[: fetch.count]) if fetch is not None else list(rest),
         cached=cached,
-        caches=call["prompt_cache"] if cached else None,
+        caches=call["prompt_cache"],
         max_tokens=call.get("max_tokens", -1),
         step=call.get("prefill_step_size", 2048),
     )
@@ -165,7 +165,7 @@ def _joining(generator: Any, call: dict[str, Any], fetch: Fetch | None) -> Admis
         draft=None,
         tokens=tokens,
         cached=len(held),
-        caches=call["caches"][0] if held else None,
+        caches=call["caches"][0],
         max_tokens=call["max_tokens"][0],
         step=generator.prefill_step_size,
         decoding=[len(at) for at in generator._generation_batch.tokens],

@@ -43,6 +43,8 @@ def build(original: type, runtime: Runtime) -> type:
             try:
                 if mailbox.ended:
                     raise ValueError("the request has failed before")
+                if runtime.scheme is not None:
+                    _make_caches(self, kwargs)
                 admit_row(runtime, self, kwargs)
                 kwargs["samplers"] = [row.sampler(sample) for sample in kwargs["samplers"]]
                 kwargs["logits_processors"] = [[row.processor(p) for p in of_row or ()] for of_row in kwargs["logits_processors"]]
@@ -183,6 +185,15 @@ def build(original: type, runtime: Runtime) -> type:
     BatchGenerator.__qualname__ = original.__qualname__
     BatchGenerator.__module__ = original.__module__
     return BatchGenerator
+
+
+def _make_caches(generator: Any, call: dict[str, Any]) -> None:
+    """Make the caches of a new sequence as upstream would a moment later, so that admission sees them."""
+    from mlx_lm import generate
+
+    given = call.get("caches")
+    if given is not None and any(caches is None for caches in given):
+        call["caches"] = [generate.make_prompt_cache(generator.model, generator.max_kv_size) if caches is None else caches for caches in given]
 
 
 def _whole(batch: Any, *lists: Any) -> bool:

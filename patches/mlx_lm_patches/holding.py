@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlx_lm_hooks.types import Preparation
+from mlx_lm_hooks.types import ModelSource, Preparation
 
 from . import checkpointing
 from .mailbox import Cancelled
@@ -74,7 +74,34 @@ def preparation_for(runtime: Runtime, generator: Any, request: Any, args: Any) -
         return None
     setattr(request, _TOKENIZED, (provider.model_key, result))
     source = runtime.source_for(provider.model_key)
-    return checkpointing.prepare(runtime, source, lambda: prepare(provider.model_key, result[0]))
+    waits = [checkpointing.prepare(runtime, source, lambda: prepare(provider.model_key, result[0])), _hold(runtime, source, result[0], args)]
+    waits = [one for one in waits if one is not None]
+    return All(waits) if len(waits) > 1 else waits[0] if waits else None
+
+
+def _hold(runtime: Runtime, source: ModelSource, tokens: list[int], args: Any) -> Preparation | None:
+    try:
+        return runtime.plugins.hold(source, tokens, args.max_tokens)
+    except Exception as error:
+        runtime.fault("holding a request", error)
+        return None
+
+
+class All:
+    """Several preparations of one request, of which each is done before the next is asked."""
+
+    def __init__(self, parts: list[Preparation]):
+        self._parts = parts
+        self._left = list(parts)
+
+    def step(self) -> bool:
+        while self._left and self._left[0].step():
+            self._left.pop(0)
+        return not self._left
+
+    def cancel(self) -> None:
+        for part in self._parts:
+            part.cancel()
 
 
 def remembering(tokenize: Callable[..., Any]) -> Callable[..., Any]:

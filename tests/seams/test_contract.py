@@ -20,6 +20,7 @@ TYPES = {
     ("mlx_lm_prefix_cache", "serves"): "str",
     ("mlx_lm_merge_row", "caches"): "list",
     ("mlx_lm_decoding", "rows"): "list",
+    ("mlx_lm_hold", "tokens"): "list",
 }
 
 # A plugin that has all hooks, answers none, and notes the types of what it is given.
@@ -50,6 +51,7 @@ def calls(tmp_path_factory, tiny_llama, tiny_lfm2) -> dict[str, dict[str, str]]:
     env = {"PYTHONPATH": str(folder), "CONTRACT_LOG": str(folder / "calls"), "MLX_LM_PLUGINS": None}
     with Server(tiny_llama, folder / "log", ["--plugin", "contract"], env=env) as server:
         assert server.chat(user("hi"), max_tokens=2).completion_tokens
+        assert server.chat(user("hi", "yes", "well"), max_tokens=2).completion_tokens
         assert server.chat(user("hi"), max_tokens=2, model=str(tiny_lfm2)).completion_tokens
         assert server.terminate() == 0
     made = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]

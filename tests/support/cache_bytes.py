@@ -19,7 +19,7 @@ def through_bytes(caches: list[Any], *, room: int = 0) -> list[Any]:
 
 
 def _from_bytes(tensor: kinds.Tensor, room: int) -> mx.array:
-    array = tensor.array
+    array = kinds.made(tensor.array)
     bf16 = array.dtype == mx.bfloat16
     raw = np.array(array.view(mx.uint16) if bf16 else array)
     raw = np.frombuffer(raw.tobytes(), raw.dtype).reshape(array.shape)

@@ -1,0 +1,175 @@
+"""Admission by blocks: a request is prefilled when the blocks of its prompt and its longest reply are free or can be made so.
+
+They are promised to it then, so a row that is being decoded never runs out of blocks.
+What waits holds nothing. Generation thread only, but for `report`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from mlx_lm_hooks import Admission, Refused
+
+from .pool import Pool, PoolExhausted
+from .scheme import Pages, storage_of
+from .table import Storage, Table
+
+# Seconds that a request waits at most, and after which a refused one may try again.
+PATIENCE, RETRY_AFTER = 120.0, 10
+# Seconds between two looks at what could be made free.
+LOOK_AGAIN = 0.02
+# Tokens of a reply that nothing bounds: more are taken as they come.
+UNBOUNDED = 256
+
+
+class Holds(Protocol):
+    """A stored prefix."""
+
+    @property
+    def caches(self) -> list[Any]: ...
+
+
+class Blocks:
+    """`entries()` are the stored prefixes whose blocks can be made free, `make_room(enough)` frees some until enough; `lender(source, tokens)` is the one a request will share blocks with, and of how many tokens."""
+
+    def __init__(
+        self,
+        pages: Pages,
+        entries: Callable[[], Iterable[Holds]],
+        make_room: Callable[[Callable[[], bool]], bool],
+        lender: Callable[[Any, Sequence[int]], tuple[Holds, int] | None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._pages = pages
+        self._entries, self._make_room, self._lender, self._clock = entries, make_room, lender, clock
+        self._line: deque[Waiting] = deque()  # in the order they came
+        self._counts: Counter[str] = Counter()
+        self._looked: tuple[float, int] = (-LOOK_AGAIN, 0)
+        pages.relieve = self._relieve
+
+    def wait(self, source: Any, tokens: Sequence[int], max_tokens: int) -> Waiting | None:
+        """What a request waits for; None where its model is not paged, or where it fits and nobody waits."""
+        storage = self._pages.storages.get(source.path)
+        if storage is None:
+            return None
+        waiting = Waiting(self, storage, source, tokens, max_tokens)
+        if not self._line and self._fits(waiting):
+            return None
+        self._line.append(waiting)
+        self._counts["waits"] += 1
+        return waiting
+
+    def admit(self, request: Admission) -> Refused | None:
+        """Promise a request its blocks. None when that is done; else what to tell its client."""
+        found = storage_of(request.caches)
+        if found is None:
+            return None
+        storage, table = found
+        pool, tokens = storage.pool, longest(len(request.tokens), request.max_tokens)
+        need = storage.blocks_for(tokens) - len(table.blocks) + _forks(storage, table, request.cached)
+        if storage.blocks_for(tokens) > pool.total:
+            self._counts["refused_400"] += 1
+            return Refused(
+                400,
+                f"the prompt of {len(request.tokens)} tokens and a reply of {tokens - len(request.tokens)} take {storage.blocks_for(tokens)} blocks of "
+                f"{storage.block} tokens, more than the {pool.total} of the pool (--paged-kv-pool)",
+            )
+        if pool.available < need:
+            self._make_room(lambda: pool.available >= need)
+        try:
+            table.reserve(need)
+        except PoolExhausted as error:
+            self._counts["refused_503"] += 1
+            return Refused(
+                503,
+                f"no blocks at the moment: the request needs {error.needed} blocks of {storage.block} tokens, and {error.free} of the pool's {error.total} "
+                "can be had (--paged-kv-pool); try again later",
+                RETRY_AFTER,
+            )
+        return None
+
+    def report(self) -> dict[str, Any]:
+        """For `/stats`. Any thread."""
+        return {
+            **self._pages.report(),
+            "waiting": len(self._line),
+            "waits": self._counts["waits"],
+            "refused_400": self._counts["refused_400"],
+            "refused_503": self._counts["refused_503"],
+        }
+
+    # Of those that wait
+
+    def may_go(self, waiting: Waiting) -> bool:
+        """Whether the first in line fits, or has waited long enough, or for nothing: `admit` decides then."""
+        if not self._line or self._line[0] is not waiting:
+            return waiting not in self._line
+        now = self._clock()
+        if now - self._looked[0] < LOOK_AGAIN and now < waiting.until:
+            return False
+        self._looked = now, 0
+        if now < waiting.until and not self._fits(waiting) and not self._idle(waiting.storage):
+            return False
+        self.leave(waiting)
+        return True
+
+    def leave(self, waiting: Waiting) -> None:
+        if waiting in self._line:
+            self._line.remove(waiting)
+
+    # Inside
+
+    def _fits(self, waiting: Waiting) -> bool:
+        storage = waiting.storage
+        need = storage.blocks_for(longest(len(waiting.tokens), waiting.max_tokens))
+        available = storage.pool.available
+        if need <= available:
+            return True
+        shared: set[int] = set()
+        lent = self._lender(waiting.source, waiting.tokens)
+        if lent is not None and (found := storage_of(lent[0].caches)) is not None and found[0] is storage:
+            shared = set(found[1].blocks[: lent[1] // storage.block])
+        return need - len(shared) <= available + self._idle_blocks(storage, shared)
+
+    def _idle_blocks(self, storage: Storage, but: Iterable[int] = ()) -> int:
+        """Blocks that only stored prefixes hold, without those in `but`."""
+        tables = {id(table): table for entry in self._entries() if (found := storage_of(entry.caches)) is not None and found[0] is storage for table in (found[1],)}
+        held = Counter(block for table in tables.values() for block in table.blocks)
+        pool, but = storage.pool, set(but)
+        return sum(pool.count(block) == count and block not in but for block, count in held.items())
+
+    def _idle(self, storage: Storage) -> bool:
+        """Whether no request has any blocks."""
+        return storage.pool.reserved == 0 and storage.pool.used == self._idle_blocks(storage)
+
+    def _relieve(self, pool: Pool, missing: int) -> None:
+        enough = pool.available + missing
+        self._make_room(lambda: pool.available >= enough)
+
+
+class Waiting:
+    """The contract's `Preparation` of a request that waits for blocks."""
+
+    def __init__(self, blocks: Blocks, storage: Storage, source: Any, tokens: Sequence[int], max_tokens: int):
+        self.storage, self.source, self.tokens, self.max_tokens = storage, source, tokens, max_tokens
+        self.until = blocks._clock() + PATIENCE
+        self._blocks = blocks
+
+    def step(self) -> bool:
+        return self._blocks.may_go(self)
+
+    def cancel(self) -> None:
+        self._blocks.leave(self)
+
+
+def longest(prompt: int, max_tokens: int) -> int:
+    """Tokens of a request whose reply is as long as it may be. The last one is never forwarded, and so takes no slot."""
+    return prompt + (max_tokens - 1 if max_tokens > 0 else UNBOUNDED)
+
+
+def _forks(storage: Storage, table: Table, cached: int) -> int:
+    """Blocks that a request copies before it writes: the last one of its prefix, where that is not full and others hold it."""
+    return int(cached % storage.block != 0 and bool(table.blocks) and storage.pool.count(table.blocks[-1]) > 1)

@@ -1,0 +1,71 @@
+"""Attention of several rows, each over its own blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from .cache import read
+from .table import Table
+
+
+class Rows:
+    """Keys and values of rows of different lengths, as a batch of tables hands them to attention: keys and values are the same object.
+
+    Of row i, `before[i]` tokens were there before and `counts[i]` are new. It is of the
+    moment: after the next update the tables hold other tokens.
+    """
+
+    __slots__ = ("before", "counts", "layer", "tables")
+    # Of no format: that they are there says that this is no array (see `schemes.mixed`).
+    bits = 0
+    group_size = 0
+
+    def __init__(self, tables: Sequence[Table], layer: int, before: Sequence[int], counts: Sequence[int]):
+        self.tables, self.layer, self.before, self.counts = tuple(tables), layer, before, counts
+
+    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        """(rows, heads, tokens, value dim). Queries behind a row's new tokens are padding, and get zeros.
+
+        An array `mask` is over tokens that are padded on the left to the longest row's.
+        """
+        storage = self.tables[0].storage
+        if storage.attend is not None:
+            done = storage.attend(self, queries, scale, mask, sinks)
+            if done is not None:
+                return done
+        tokens = queries.shape[2]
+        outputs = [self._row(row, queries[row : row + 1], scale, mask, sinks) for row in range(len(self.tables))]
+        dim = outputs[0].shape[3]
+        for row, count in enumerate(self.counts):
+            if count < tokens:
+                padding = mx.zeros((1, queries.shape[1], tokens - count, dim), queries.dtype)
+                outputs[row] = mx.concatenate([outputs[row], padding], axis=2)
+        return mx.concatenate(outputs)
+
+    def _row(self, row: int, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        count, before = self.counts[row], self.before[row]
+        table = self.tables[row]
+        if count == 0:
+            return mx.zeros((1, queries.shape[1], 0, table.storage.arenas.layers[self.layer].value_dim), queries.dtype)
+        if isinstance(mask, mx.array):
+            left = max(self.before) - before
+            mask = mask[row : row + 1] if mask.ndim == 4 and mask.shape[0] > 1 else mask
+            mask = mask[..., :count, left : left + before + count]
+        elif count == 1:
+            mask = None
+        keys, values = read(table, self.layer)
+        return mx.fast.scaled_dot_product_attention(queries[:, :, :count], keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def build(upstream: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """What stands in for `upstream`, mlx-lm's quantized_scaled_dot_product_attention: the same parameters, and `sinks`."""
+
+    def attend(queries: mx.array, q_keys: Any, q_values: Any, scale: float, mask: Any, group_size: int = 64, bits: int = 8, sinks: Any = None) -> mx.array:
+        if isinstance(q_keys, Rows):
+            return q_keys.attend(queries, scale, mask, sinks)
+        return upstream(queries, q_keys, q_values, scale=scale, mask=mask, group_size=group_size, bits=bits)
+
+    return attend

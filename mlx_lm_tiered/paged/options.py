@@ -1,0 +1,28 @@
+"""What paged KV cannot be combined with yet."""
+
+from __future__ import annotations
+
+from mlx_lm_hooks import Invocation, UsageError
+
+from ..schemes.spec import Spec
+from ..settings import Settings, format_size
+
+
+def check(settings: Settings, spec: Spec, drafts: str, invocation: Invocation) -> None:
+    """Refuse a start that paging cannot serve; `drafts` names the source of drafts. Raises UsageError with one sentence."""
+    if invocation.command != "server":
+        raise UsageError("--paged-kv is for servers; leave it out")
+    if not spec.plain:
+        raise UsageError(f"--paged-kv keeps KV in the model's own precision, and {spec.origin} {spec} does not; leave one of them out")
+    if getattr(invocation.args, "draft_model", None) or drafts not in ("off", "ngram"):
+        raise UsageError("--paged-kv and --draft-model cannot be combined yet; leave one of them out")
+    if settings.generation_checkpoint:
+        raise UsageError("--paged-kv and --generation-checkpoint cannot be combined yet; leave one of them out")
+    if settings.paged_kv_block_size < 1:
+        raise UsageError("--paged-kv-block-size 0: a block has at least one token")
+    if settings.paged_kv_pool == 0:
+        raise UsageError("--paged-kv-pool 0 leaves no block; leave out --paged-kv for plain caches")
+    if settings.memory_budget and settings.paged_kv_pool is not None and settings.paged_kv_pool > settings.memory_budget:
+        raise UsageError(
+            f"--paged-kv-pool of {format_size(settings.paged_kv_pool)} does not fit into --memory-budget of {format_size(settings.memory_budget)}"
+        )

@@ -1,0 +1,117 @@
+"""Which of a model's caches are paged, found by running the model on a few tokens, and whether its attention can read several rows' blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from ..schemes.convert import leaves, mapped
+from ..schemes.cost import Layer
+from ..schemes.plan import measured
+from .arenas import Arenas, Sides
+from .cache import PagedKVCache
+from .pool import Pool
+from .table import Storage, Table
+
+# What logits may differ by, of their largest, before they are taken for wrong. What is wrong is wrong by far more; the
+# numbers themselves are compared bit for bit by the tests.
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`sides` has, for each leaf of a model's caches, what its tokens look like where it is paged. `layers` has what each costs beside the pool."""
+
+    sides: tuple[Sides | None, ...]
+    layers: tuple[tuple[Layer, ...], ...]
+    padded: bool
+
+    @property
+    def paged(self) -> tuple[Sides, ...]:
+        return tuple(sides for sides in self.sides if sides is not None)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all paged layers."""
+        return sum(sides.token_bytes for sides in self.paged)
+
+    def storage(self, blocks: int, block: int) -> Storage:
+        """A pool with its arenas."""
+        storage = Storage(Pool(blocks), Arenas(self.paged, blocks, block))
+        storage.padded = self.padded
+        return storage
+
+    def apply(self, caches: Sequence[Any], storage: Storage) -> list[Any]:
+        """A model's fresh caches, those of full attention over a new table."""
+        table, sides, layers = Table(storage), iter(self.sides), iter(range(len(self.paged)))
+
+        def change(leaf: Any) -> Any:
+            return leaf if next(sides) is None else PagedKVCache(table, next(layers))
+
+        return [mapped(cache, change) for cache in caches]
+
+
+def make(model: Any, caches: Sequence[Any]) -> Plan | None:
+    """The plan for a model, whose fresh `caches` stay unused; None where no cache is of full attention. Raises ValueError with one sentence."""
+    plain = copy.deepcopy(list(caches))
+    expected = [_run(model, plain, tokens) for tokens in (2, 1)]
+    sides = tuple(Sides.of(c.keys, c.values) if type(c) is KVCache and c.keys is not None else None for c in leaves(plain))
+    if not any(sides):
+        return None
+    layers = tuple(tuple(Layer() if side is not None else measured(leaf) for leaf, side in pairs) for pairs in _by_cache(plain, sides))
+    plan = Plan(sides, layers, padded=False)
+    try:
+        alone = plan.apply(copy.deepcopy(list(caches)), plan.storage(4, 2))
+        _compare([_run(model, alone, tokens) for tokens in (2, 1)], expected)
+    except Exception as error:
+        raise ValueError(f"the model's attention cannot read paged KV ({type(error).__name__}: {error})") from error
+    if not all(hasattr(cache, "merge") for cache in caches):
+        return plan
+    reasons = []
+    for padded in (False, True):
+        plan = Plan(sides, layers, padded)
+        try:
+            _compare(_rows(model, plan, caches), [expected[0][:, -1:], expected[1]])
+            return plan
+        except Exception as error:
+            reasons.append(error)
+    raise ValueError(f"the model's attention cannot read rows of paged KV ({type(reasons[-1]).__name__}: {reasons[-1]})") from reasons[-1]
+
+
+def _by_cache(caches: Sequence[Any], sides: Sequence[Sides | None]) -> list[list[tuple[Any, Sides | None]]]:
+    found = iter(sides)
+    return [[(leaf, next(found)) for leaf in leaves([cache])] for cache in caches]
+
+
+def _run(model: Any, caches: list[Any], tokens: int) -> mx.array:
+    logits = model(mx.zeros((1, tokens), mx.int32), cache=caches)
+    mx.eval(logits, [cache.state for cache in caches])
+    return logits
+
+
+def _rows(model: Any, plan: Plan, caches: Sequence[Any]) -> list[mx.array]:
+    """A row's logits behind its second and its third token, beside a row that is a token longer."""
+    storage = plan.storage(6, 2)
+    rows = [plan.apply(copy.deepcopy(list(caches)), storage) for _ in range(2)]
+    for row, tokens in zip(rows, (1, 2), strict=True):
+        _run(model, row, tokens)
+    batch = [cache.merge([cache, other]) for cache, other in zip(*rows, strict=True)]
+    seen = []
+    for _ in range(2):
+        logits = model(mx.zeros((2, 1), mx.int32), cache=batch)
+        mx.eval(logits, [cache.state for cache in batch])
+        seen.append(logits[:1])
+    return seen
+
+
+def _compare(found: Sequence[mx.array], expected: Sequence[mx.array]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        theirs = theirs.astype(mx.float32)
+        apart = mx.abs(mine.astype(mx.float32) - theirs).max().item()
+        if not apart <= TOLERANCE * max(1e-6, mx.abs(theirs).max().item()):
+            raise ValueError(f"logits differ by {apart:.3g}")

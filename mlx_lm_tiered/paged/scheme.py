@@ -1,0 +1,170 @@
+"""Paging as a KV scheme of the contract: caches of full attention are made over one pool, and attention knows rows of blocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..caches import nested
+from ..caches.kind import kind_named, register
+from ..caches.paged import KINDS
+from ..schemes.convert import leaves, mapped
+from ..statistics import Statistics
+from . import attention, plan
+from .cache import PagedKVCache, append
+from .plan import Plan
+from .pool import Pool
+from .table import Storage, Table
+
+logger = logging.getLogger("mlx_lm_tiered")
+
+_ATTRIBUTE = "_mlx_lm_tiered_pages"
+
+for _kind in KINDS:
+    if kind_named(_kind.name) is None:
+        register(_kind)
+
+
+class Pages:
+    """Implements the contract's `KVScheme` with blocks of `block` tokens out of `nbytes` for each model that is loaded.
+
+    KV stays in the model's own precision, so what is stored is told from nothing else: entries
+    are those of a start without paging. A model that paging cannot serve keeps plain caches, with one warning.
+    """
+
+    start = 0
+
+    def __init__(self, block: int, nbytes: int, statistics: Statistics):
+        self.block, self.nbytes = block, nbytes
+        self._statistics = statistics
+        self.relieve: Callable[[Pool, int], None] | None = None  # to have blocks let go (see `Pool`)
+        self.storages: dict[Path | None, Storage] = {}  # of the models that are loaded
+
+    # The contract
+
+    def name(self, path: Path | None) -> str:
+        return "plain"
+
+    def caches(self, model: Any, path: Path | None, caches: list[Any]) -> list[Any]:
+        found = self._known(model, path, caches)
+        if found is None or len(found[0].layers) != len(caches):
+            return caches
+        return found[0].apply(caches, found[1])
+
+    def converts(self, model: Any) -> bool:
+        return False
+
+    def plain_class(self, cache: Any) -> type:
+        from mlx_lm.models.cache import KVCache
+
+        return KVCache if isinstance(cache, PagedKVCache) else type(cache)
+
+    def convert(self, caches: list[Any]) -> None:
+        """Nothing begins later than at the first token."""
+
+    def convert_rows(self, caches: list[Any], rows: Sequence[int]) -> None:
+        """The same."""
+
+    def merge(self, rows: Sequence[list[Any]]) -> list[Any] | None:
+        return None
+
+    def extend(self, batch: list[Any], other: list[Any]) -> list[Any]:
+        for cache, more in zip(batch, other, strict=True):
+            cache.extend(more)
+        return batch
+
+    def attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        return attention.build(upstream)
+
+    # For the tiers and admission
+
+    def plan_of(self, model: Any) -> Plan | None:
+        """What the memory guard bills a request: the pool is there whoever uses it."""
+        known = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+        return known[1][0] if known is not None and known[0] is self and known[1] is not None else None
+
+    def adopted(self, path: Path | None, caches: list[Any]) -> list[Any] | None:
+        """Restored caches with those of full attention in blocks; as they are where the model is not paged, None where blocks are short.
+
+        One layer is copied and its source freed before the next.
+        """
+        storage = self.storages.get(path)
+        if storage is None:
+            return caches
+        table = Table(storage)
+        layers = iter(range(len(storage.arenas.layers)))
+        from mlx_lm.models.cache import KVCache
+
+        def change(leaf: Any) -> Any:
+            if type(leaf) is not KVCache:
+                return leaf
+            layer = next(layers)
+            made = PagedKVCache(table, layer)
+            if leaf.offset:
+                append(table, layer, leaf.keys[:, :, : leaf.offset], leaf.values[:, :, : leaf.offset])
+                storage.arenas.settle(layer)
+                leaf.keys = leaf.values = None
+            return made
+
+        needed = storage.blocks_for(nested.common_length(caches) or 0)
+        if needed > storage.pool.available and self.relieve is not None:
+            self.relieve(storage.pool, needed - storage.pool.available)
+        if needed > storage.pool.available:
+            return None
+        return [mapped(cache, change) for cache in caches]
+
+    def unloaded(self, path: Path | None) -> None:
+        """Let go of a model's pool; its caches hold it as long as there are any."""
+        self.storages.pop(path, None)
+
+    def report(self) -> dict[str, Any]:
+        """What `/stats` answers, of all pools. Any thread."""
+        storages = list(self.storages.values())
+        return {
+            "block_tokens": self.block,
+            "block_bytes": max((storage.arenas.block_bytes for storage in storages), default=0),
+            "blocks": sum(storage.pool.total for storage in storages),
+            "blocks_used": sum(storage.pool.used for storage in storages),
+            "blocks_shared": sum(storage.pool.shared for storage in storages),
+            "blocks_reserved": sum(storage.pool.reserved for storage in storages),
+            "blocks_peak": max((storage.pool.peak for storage in storages), default=0),
+        }
+
+    # Inside
+
+    def _known(self, model: Any, path: Path | None, caches: list[Any]) -> tuple[Plan, Storage] | None:
+        known = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+        if known is not None and known[0] is self:
+            return known[1]
+        found = None
+        try:
+            made = plan.make(model, caches)
+            if made is None:
+                logger.warning("--paged-kv: none of the caches of %s is of full attention, and they stay as they are", path or "this model")
+            else:
+                blocks = self.nbytes // (made.token_bytes * self.block)
+                if blocks < 1:
+                    raise ValueError(f"--paged-kv-pool is {self.nbytes} bytes, and a block of {self.block} tokens takes {made.token_bytes * self.block}")
+                storage = made.storage(blocks, self.block)
+                storage.pool.relieve = lambda missing: self.relieve(storage.pool, missing) if self.relieve is not None else None
+                for layer in range(len(made.paged)):
+                    storage.arenas.settle(layer)  # now, so that the memory guard sees what the pool takes
+                found = made, storage
+                self.storages[path] = storage
+                logger.info("paged KV: %d blocks of %d tokens, %d bytes each", blocks, self.block, storage.arenas.block_bytes)
+        except ValueError as error:
+            self._statistics.fault("paged_kv", f"--paged-kv is off for {path or 'this model'}: {error}")
+        if hasattr(model, "__dict__"):
+            # Not through nn.Module's own __setattr__, which would make it a member of the model.
+            object.__setattr__(model, _ATTRIBUTE, (self, found))
+        return found
+
+
+def storage_of(caches: Sequence[Any] | None) -> tuple[Storage, Table] | None:
+    """The pool and the table of a request's caches; None where none is paged."""
+    for leaf in leaves(caches or ()):
+        if isinstance(leaf, PagedKVCache):
+            return leaf.storage, leaf.table
+    return None

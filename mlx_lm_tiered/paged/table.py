@@ -1,0 +1,185 @@
+"""Which blocks hold a request's tokens: one table for all its layers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from .arenas import Arenas, Run
+from .pool import Pool, PoolExhausted
+
+
+class Remembered:
+    """An array of numbers, made anew when they are others than the last ones."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] | None = None
+        self._array: mx.array | None = None
+
+    def __call__(self, numbers: list[int]) -> mx.array:
+        if self._array is None or numbers != self._numbers:
+            self._numbers, self._array = numbers, mx.array(numbers)
+        return self._array
+
+
+class Storage:
+    """A pool, and what is in its blocks.
+
+    `attend(rows, queries, scale, mask, sinks)` is asked first for attention over several
+    rows, and answers None for what it does not do. `padded` says that the model's
+    attention must have arrays.
+    """
+
+    def __init__(self, pool: Pool, arenas: Arenas):
+        self.pool, self.arenas = pool, arenas
+        self.attend: Callable[..., mx.array | None] | None = None
+        self.padded = False
+        # Layers ask for the same numbers one after the other.
+        self.places, self.offsets = Remembered(), Remembered()
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+        return self.arenas.block
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-tokens // self.block)
+
+
+class Reservation:
+    """Blocks promised to a request. Tables of the same request share it; what was not used goes back with the last of them."""
+
+    def __init__(self, pool: Pool, blocks: int):
+        self.left = 0
+        self._pool = pool
+        pool.reserve(blocks)
+        self.left = blocks
+
+    def __del__(self) -> None:
+        if self.left:
+            self._pool.let_go((), self.left)
+
+
+class Table:
+    """The blocks of one sequence, in order, and how many tokens each layer has in them. Generation thread only, but for its end.
+
+    Layers write one after the other: the first that gets to a block takes it, the
+    others find it there. A block that another table holds too is copied, in every
+    layer, before the first write into it.
+    """
+
+    def __init__(self, storage: Storage):
+        self.storage = storage
+        self.blocks: list[int] = []
+        self.lengths: list[int | None] = [None] * len(storage.arenas.layers)  # None: no cache is the layer's
+        self.reservation: Reservation | None = None
+        self._fork: weakref.ref[Table] | None = None
+        self._forked_at: int | None = None
+
+    def __del__(self) -> None:
+        if self.blocks:
+            self.storage.pool.let_go(self.blocks)
+            self.blocks = []
+
+    def length(self, layer: int) -> int:
+        """Tokens that a layer has."""
+        return self.lengths[layer] or 0
+
+    def slots(self, start: int, stop: int) -> list[Run]:
+        """Where the tokens from `start` to `stop` are, in as few runs as possible."""
+        block, blocks = self.storage.block, self.blocks
+        runs: list[Run] = []
+        at = start
+        while at < stop:
+            first = last = at // block
+            while (last + 1) * block < stop and blocks[last + 1] == blocks[last] + 1:
+                last += 1
+            end = min(stop, (last + 1) * block)
+            begins = blocks[first] * block + at % block
+            runs.append((begins, begins + end - at))
+            at = end
+        return runs
+
+    def slot(self, position: int) -> int:
+        """Where one token is."""
+        block = self.storage.block
+        return self.blocks[position // block] * block + position % block
+
+    def extend(self, layer: int, count: int) -> int:
+        """Make room for `count` tokens behind a layer's, in blocks that no other table holds; the layer then has them. Returns where they begin.
+
+        Raises PoolExhausted; then the layer has what it had.
+        """
+        start = self.length(layer)
+        stop = start + count
+        self._own(start // self.storage.block, self.storage.blocks_for(stop))
+        missing = self.storage.blocks_for(stop) - len(self.blocks)
+        if missing > 0:
+            self.blocks += self._take(missing, self.blocks[-1] if self.blocks else None)
+        self.lengths[layer] = stop
+        self._fork = None
+        return start
+
+    def trim(self, layer: int, count: int) -> int:
+        """Take a layer's last tokens away, `count` or as many as it has; blocks that no layer needs are freed. Returns how many."""
+        held = self.length(layer)
+        count = min(count, held)
+        self.lengths[layer] = held - count
+        self._fork = None
+        keep = self.storage.blocks_for(max(length or 0 for length in self.lengths))
+        if keep < len(self.blocks):
+            gone, self.blocks = self.blocks[keep:], self.blocks[:keep]
+            self.storage.pool.let_go(gone)
+        return count
+
+    def fork(self, layer: int, length: int, key: object = None) -> Table:
+        """A table that shares the blocks of a layer's first `length` tokens. Asked for each layer in turn, the layers get the same one.
+
+        With a `key` only those who ask with the same one do.
+        """
+        made = self._fork() if self._fork is not None else None
+        if made is None or made.lengths[layer] is not None or self._forked_at != (length, key):
+            made = Table(self.storage)
+            blocks = self.blocks[: self.storage.blocks_for(length)]
+            self.storage.pool.share(blocks)
+            made.blocks = blocks
+            self._fork, self._forked_at = weakref.ref(made), (length, key)
+        made.lengths[layer] = length
+        return made
+
+    def reserve(self, blocks: int) -> None:
+        """Have `blocks` more promised. Raises PoolExhausted."""
+        if blocks > 0:
+            self.reservation = Reservation(self.storage.pool, blocks)
+
+    def _own(self, first: int, stop: int) -> None:
+        """Copy those of the blocks from `first` to `stop` that others hold as well."""
+        pool = self.storage.pool
+        for index in range(first, min(stop, len(self.blocks))):
+            block = self.blocks[index]
+            if pool.count(block) == 1:
+                continue
+            before = self.blocks[index - 1] if index else None
+            try:
+                (own,) = self._take(1, before)
+            except PoolExhausted:
+                if pool.count(block) == 1:  # whoever shared it was let go to make room
+                    continue
+                raise
+            if pool.count(block) == 1:
+                pool.let_go([own])
+                continue
+            self.storage.arenas.copy(block, own)
+            self.blocks[index] = own
+            pool.let_go([block])
+
+    def _take(self, count: int, after: int | None) -> list[int]:
+        left = self.reservation.left if self.reservation is not None else 0
+        blocks = self.storage.pool.take(count, after, left)
+        if self.reservation is not None:
+            self.reservation.left -= min(left, count)
+        return blocks
+

@@ -1,0 +1,174 @@
+"""Paged KV in real servers: requests share blocks, every tier gives the tokens of plain caches, and a short pool makes requests wait, not fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_tiered.bench.client import RequestFailed
+from mlx_lm_tiered.bench.server import Server
+from support.models import ENDLESS, TINY, document
+from support.server import stock, tiered
+
+TEXTS = [document(900), document(900) + " It is", document(120, start=900), document(400, start=2000), document(60, start=3000)]
+PAGED = ["--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "16MB"]
+RESTORE = ["--ssd-restore", "always"]
+
+
+def ask(server: Server, text: str, count: int = 24, **options):
+    return server.complete(text, max_tokens=count, tokens=True, logit_bias=ENDLESS, **options)
+
+
+def together(server: Server, texts=TEXTS, count: int = 24) -> list[list[int]]:
+    with ThreadPoolExecutor(len(texts)) as pool:
+        return [answer.tokens for answer in pool.map(lambda text: ask(server, text, count), texts)]
+
+
+def settled(server: Server, **expected: int) -> dict:
+    """What `/stats` says of paging once it says what is expected."""
+    until = time.monotonic() + 20
+    while True:
+        paged = server.stats()["paged"]
+        if all(paged[name] == value for name, value in expected.items()) or time.monotonic() > until:
+            return paged
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("family", ("llama", "gemma3_text", "lfm2"))
+def test_every_tier_gives_the_tokens_of_plain_caches(family, cache_dir, tmp_path):
+    """Alone, in a batch, from RAM, outside the batch; from disk with and without paging."""
+    model = TINY[family]
+    with stock(model, tmp_path / "stock") as server:
+        expected = [ask(server, text).tokens for text in TEXTS]
+    with tiered(model, cache_dir, *PAGED, *RESTORE, log=tmp_path / "first") as server:
+        assert together(server) == expected
+        hits = [ask(server, text) for text in TEXTS]
+        assert [hit.tokens for hit in hits] == expected and all(hit.cached_tokens > 0 for hit in hits)
+        assert [ask(server, text, seed=7).tokens for text in TEXTS] == expected
+        paged = settled(server, blocks_reserved=0)
+        assert paged["blocks_used"] > 0 and paged["blocks_shared"] > 0 and paged["block_tokens"] == 16
+        stats = server.stats()
+        assert stats["faults"] == {} and stats["ram"]["bytes"] < stats["ram"]["entries"] * 10**6
+        assert server.flush()[0] == 200
+        server.request("POST", "/admin/drain")
+        assert settled(server, blocks_used=0)["blocks_used"] == 0, "what is on disk only takes no blocks"
+        again = [ask(server, text) for text in TEXTS]
+        assert [one.tokens for one in again] == expected and all(one.cached_tokens > 0 for one in again)
+        assert server.terminate() == 0
+    with tiered(model, cache_dir, *RESTORE, log=tmp_path / "plain") as server:
+        again = [ask(server, text) for text in TEXTS]
+        assert [one.tokens for one in again] == expected and all(one.cached_tokens > 0 for one in again)
+        assert ask(server, TEXTS[2] + " and").tokens and server.terminate() == 0
+    with tiered(model, cache_dir, *PAGED, *RESTORE, log=tmp_path / "third") as server:
+        again = [ask(server, text) for text in TEXTS]
+        assert [one.tokens for one in again] == expected and all(one.cached_tokens > 0 for one in again)
+        assert server.stats()["faults"] == {}
+
+
+def test_more_requests_than_blocks(tiny_llama, tmp_path):
+    """Many requests on a pool for few: each gets its right tokens, waits its turn, and leaves nothing behind."""
+    texts = [document(200 + 10 * (i % 7), start=300 * (i % 40)) for i in range(60)]
+    with stock(tiny_llama, tmp_path / "stock") as server:
+        with ThreadPoolExecutor(8) as pool:
+            expected = list(pool.map(lambda text: ask(server, text, 8).tokens, texts))
+    # A token takes 3 layers * 2 heads * (32 + 32) * 4 bytes or so: see block_bytes.
+    with tiered(tiny_llama, None, "--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "1500kB", log=tmp_path / "log") as server:
+        total = server.stats()["paged"]
+        assert total["blocks"] == 0, "no model asked for caches yet"
+        with ThreadPoolExecutor(len(texts)) as pool:
+            answers = list(pool.map(lambda text: ask(server, text, 8).tokens, texts))
+        assert answers == expected
+        paged = settled(server, blocks_reserved=0, waiting=0)
+        assert paged["waits"] > 0 and paged["refused_503"] == paged["refused_400"] == 0
+        assert paged["blocks_peak"] <= paged["blocks"] and server.stats()["faults"] == {}
+        with pytest.raises(RequestFailed) as caught:
+            ask(server, document(3000), 2000)
+        assert caught.value.status == 400 and "blocks of 16 tokens, more than the" in str(caught.value)
+        assert ask(server, texts[0], 8).tokens == expected[0]
+
+
+def test_a_client_that_goes_away_in_prefill_or_while_it_waits_leaves_no_promise(tiny_llama, tmp_path):
+    with tiered(tiny_llama, None, *PAGED[:3], "--paged-kv-pool", "1500kB", "--prefill-step-size", "16", log=tmp_path / "log") as server:
+        ask(server, TEXTS[2], 2)
+        threads = []
+        for number in range(6):
+            body = {"prompt": document(700, start=50 * number), "max_tokens": 200, "stream": True}
+
+            def leave(body=body) -> None:
+                events = server.stream("/v1/completions", body)
+                next(events)
+                events.close()
+
+            threads.append(threading.Thread(target=leave))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        paged = settled(server, blocks_reserved=0, waiting=0)
+        assert paged["blocks_reserved"] == paged["waiting"] == 0
+        assert ask(server, TEXTS[0]).tokens and server.stats()["faults"] == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--paged-kv", "--kv-scheme", "affine:4"], "--paged-kv keeps KV in the model's own precision, and --kv-scheme affine:4:64@0 does not"),
+        (["--paged-kv", "--kv-scheme", "turbo"], "--paged-kv keeps KV in the model's own precision, and --kv-scheme turbo:k8v3@0 does not"),
+        (["--paged-kv", "--kv-bits", "4"], "--paged-kv keeps KV in the model's own precision, and --kv-bits affine:4:64@5000 does not"),
+        (["--paged-kv", "--draft-model", "MODEL"], "--paged-kv and --draft-model cannot be combined yet"),
+        (["--paged-kv", "--generation-checkpoint", "64", "--ssd-cache", "TMP"], "--paged-kv and --generation-checkpoint cannot be combined yet"),
+        (["--paged-kv", "--paged-kv-block-size", "0"], "--paged-kv-block-size 0: a block has at least one token"),
+        (["--paged-kv", "--paged-kv-pool", "0"], "--paged-kv-pool 0 leaves no block"),
+        (["--paged-kv", "--paged-kv-pool", "2GB", "--memory-budget", "1GB"], "--paged-kv-pool of 2 GB does not fit into --memory-budget of 1 GB"),
+        (["--paged-kv-pool", "2GB"], "--paged-kv-pool does nothing without --paged-kv"),
+    ],
+)
+def test_what_cannot_be_combined_ends_the_start_in_one_sentence(flags, says, tiny_llama, tmp_path, monkeypatch, capsys):
+    from mlx_lm_hooks import Invocation, UsageError
+    from mlx_lm_tiered import plugin, settings
+
+    flags = [{"MODEL": str(tiny_llama), "TMP": str(tmp_path)}.get(flag, flag) for flag in flags]
+    arguments = parsed(flags)
+    with pytest.raises(UsageError) as caught:
+        plugin.mlx_lm_configure(Invocation("server", *arguments))
+    assert says in str(caught.value) and plugin.current() is None and settings
+
+
+def parsed(flags: list[str]):
+    """The arguments of a server's command line, and the names of those that were given."""
+    import argparse
+
+    from mlx_lm_tiered import settings
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--draft-model")
+    parser.add_argument("--num-draft-tokens")
+    parser.add_argument("--kv-bits", type=int)
+    parser.add_argument("--kv-group-size", type=int, default=64)
+    parser.add_argument("--quantized-kv-start", type=int, default=5000)
+    settings.add_arguments(parser.add_argument_group("tiered"), "server")
+    found = parser.parse_args(flags)
+    return found, frozenset(flag[2:].replace("-", "_") for flag in flags if flag.startswith("--"))
+
+
+def test_without_the_flag_nothing_of_paging_is_imported(tiny_llama):
+    code = (
+        "import sys, json\n"
+        "import mlx_lm_tiered\n"
+        "mlx_lm_tiered.enable()\n"
+        "from mlx_lm.utils import load\n"
+        "from mlx_lm.generate import generate\n"
+        f"model, tokenizer = load({str(tiny_llama)!r})\n"
+        "generate(model, tokenizer, 'hello', max_tokens=2)\n"
+        "import mlx_lm_tiered.runtime, mlx_lm_tiered.plugin\n"
+        "print(json.dumps([name for name in sys.modules if name.startswith('mlx_lm_tiered.paged')]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
