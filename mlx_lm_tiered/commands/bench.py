@@ -62,6 +62,15 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(turbo, "--text-tokens", 512, "tokens of the text, of which the logits of the last half are compared")
     count(turbo, "--context", 16384, "tokens in bf16, whose bytes caches of the schemes fill")
     turbo.set_defaults(run=run_bench_turboquant)
+    paged = benches.add_parser("paged", help="paged KV beside plain caches: decode steps, bytes of requests of mixed lengths, a shared system prompt")
+    count(paged, "--context", 4096, "tokens before the decode steps of one row")
+    count(paged, "--longest", 8192, "tokens of the longest of 8 requests")
+    count(paged, "--shared", 8192, "tokens of the system prompt of 16 requests")
+    count(paged, "--own", 256, "each one's own tokens")
+    count(paged, "--decode-tokens", 64, "tokens of each reply")
+    count(paged, "--block", 256, "tokens of a block")
+    count(paged, "--repeats", 5, "pairs of measurements", "R")
+    paged.set_defaults(run=run_bench_paged)
     peak = benches.add_parser("peak", help="peak memory of a long prefill under KV schemes, against that in full precision")
     count(peak, "--tokens", 32768, "tokens of the prompt")
     peak.add_argument("--schemes", metavar="LIST", help="schemes, by commas (default: affine:8, affine:4, and affine:4 from the middle on)")
@@ -213,6 +222,16 @@ def run_bench_turboquant(args: argparse.Namespace) -> int:
     path = Path(model(args.model))
     schemes = args.schemes.split(",") if args.schemes else turboquant.SCHEMES
     return run_rows(args, lambda: turboquant.run(path, schemes, args.text_tokens, args.context))
+
+
+def run_bench_paged(args: argparse.Namespace) -> int:
+    from .. import openblas
+
+    openblas.load()
+    from ..bench import paged
+
+    path = Path(model(args.model))
+    return run_rows(args, lambda: paged.run(path, args.context, args.longest, args.shared, args.own, args.decode_tokens, args.block, args.repeats))
 
 
 def run_bench_peak(args: argparse.Namespace) -> int:

@@ -189,11 +189,11 @@ def build(original: type, runtime: Runtime) -> type:
 
 def _make_caches(generator: Any, call: dict[str, Any]) -> None:
     """Make the caches of a new sequence as upstream would a moment later, so that admission sees them."""
-    from mlx_lm import generate
+    from mlx_lm.generate import make_prompt_cache
 
     given = call.get("caches")
     if given is not None and any(caches is None for caches in given):
-        call["caches"] = [generate.make_prompt_cache(generator.model, generator.max_kv_size) if caches is None else caches for caches in given]
+        call["caches"] = [make_prompt_cache(generator.model, generator.max_kv_size) if caches is None else caches for caches in given]
 
 
 def _whole(batch: Any, *lists: Any) -> bool:

@@ -20,6 +20,7 @@ from support.server import stock, tiered
 TEXTS = [document(900), document(900) + " It is", document(120, start=900), document(400, start=2000), document(60, start=3000)]
 PAGED = ["--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "16MB"]
 RESTORE = ["--ssd-restore", "always"]
+CLIENTS = 24
 
 
 def ask(server: Server, text: str, count: int = 24, **options):
@@ -29,6 +30,15 @@ def ask(server: Server, text: str, count: int = 24, **options):
 def together(server: Server, texts=TEXTS, count: int = 24) -> list[list[int]]:
     with ThreadPoolExecutor(len(texts)) as pool:
         return [answer.tokens for answer in pool.map(lambda text: ask(server, text, count), texts)]
+
+
+def patiently(server: Server, text: str) -> list[int]:
+    """A short reply; connecting again where the system turned the connection away, as mlx-lm's server has a short queue of them."""
+    while True:
+        try:
+            return ask(server, text, 8).tokens
+        except ConnectionError:
+            time.sleep(0.05)
 
 
 def settled(server: Server, **expected: int) -> dict:
@@ -52,16 +62,25 @@ def test_every_tier_gives_the_tokens_of_plain_caches(family, cache_dir, tmp_path
         hits = [ask(server, text) for text in TEXTS]
         assert [hit.tokens for hit in hits] == expected and all(hit.cached_tokens > 0 for hit in hits)
         assert [ask(server, text, seed=7).tokens for text in TEXTS] == expected
+        before = settled(server, blocks_reserved=0)
+        # Of models with rings or recurrent state, prefixes are stored as well that the whole cannot serve.
+        assert (before["blocks_shared"] == 0) == (family == "llama") and before["block_tokens"] == 16
+        hit = ask(server, TEXTS[0] + " or")
         paged = settled(server, blocks_reserved=0)
-        assert paged["blocks_used"] > 0 and paged["blocks_shared"] > 0 and paged["block_tokens"] == 16
+        if family == "llama":
+            # The longest common prefix is there once, in RAM's count of bytes as well.
+            own = -(-(hit.prompt_tokens + 24) // 16) - paged["blocks_shared"] + 1
+            assert paged["blocks_shared"] >= hit.cached_tokens // 16 > 10 and paged["blocks_used"] - before["blocks_used"] <= own
         stats = server.stats()
-        assert stats["faults"] == {} and stats["ram"]["bytes"] < stats["ram"]["entries"] * 10**6
+        assert stats["faults"] == {} and (family != "llama" or stats["ram"]["bytes"] == paged["blocks_used"] * paged["block_bytes"])
         assert server.flush()[0] == 200
         server.request("POST", "/admin/drain")
         assert settled(server, blocks_used=0)["blocks_used"] == 0, "what is on disk only takes no blocks"
         again = [ask(server, text) for text in TEXTS]
         assert [one.tokens for one in again] == expected and all(one.cached_tokens > 0 for one in again)
         assert server.terminate() == 0
+    if family != "llama":
+        return
     with tiered(model, cache_dir, *RESTORE, log=tmp_path / "plain") as server:
         again = [ask(server, text) for text in TEXTS]
         assert [one.tokens for one in again] == expected and all(one.cached_tokens > 0 for one in again)
@@ -78,12 +97,11 @@ def test_more_requests_than_blocks(tiny_llama, tmp_path):
     with stock(tiny_llama, tmp_path / "stock") as server:
         with ThreadPoolExecutor(8) as pool:
             expected = list(pool.map(lambda text: ask(server, text, 8).tokens, texts))
-    # A token takes 3 layers * 2 heads * (32 + 32) * 4 bytes or so: see block_bytes.
-    with tiered(tiny_llama, None, "--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "1500kB", log=tmp_path / "log") as server:
+    with tiered(tiny_llama, None, "--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "800kB", log=tmp_path / "log") as server:
         total = server.stats()["paged"]
         assert total["blocks"] == 0, "no model asked for caches yet"
-        with ThreadPoolExecutor(len(texts)) as pool:
-            answers = list(pool.map(lambda text: ask(server, text, 8).tokens, texts))
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            answers = list(pool.map(lambda text: patiently(server, text), texts))
         assert answers == expected
         paged = settled(server, blocks_reserved=0, waiting=0)
         assert paged["waits"] > 0 and paged["refused_503"] == paged["refused_400"] == 0

@@ -1,0 +1,169 @@
+"""Paged KV beside plain caches, in this process, with mlx-lm's batches as its server has them.
+
+``decode_ratio_b1`` is a decode step over plain caches over one over blocks, of one row
+after `context` tokens; pairs in turns.
+
+``mixed_lengths_kv_ratio`` is the most bytes that blocks take while 8 requests of
+different lengths are served at once, over what their tokens take, the end of each
+reply included; ``mixed_lengths_padded_ratio`` the same of mlx-lm's padded batch,
+``mixed_lengths_speed_ratio`` its time over that of blocks.
+
+``shared_prefix_kv_ratio`` is the most bytes that blocks take while 16 requests with one
+system prompt of `shared` tokens are served, over those of the prompt and of each one's own
+tokens; ``shared_prefix_ttft_ratio`` the longest time to the first token of those that
+found the prompt stored, each alone, over that of the first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.paged import plan
+from mlx_lm_tiered.paged import scheme as _registers_kinds  # noqa: F401
+from mlx_lm_tiered.paged.attention import build
+from mlx_lm_tiered.paged.table import Storage
+
+from .in_process import loaded
+from .report import spread
+
+CHUNK = 2048
+MIXED, SHARING = 8, 16
+STEPS = 16
+
+
+def run(model_path: Path | None, context: int = 4096, longest: int = 8192, shared: int = 8192, own: int = 256, decode: int = 64, block: int = 256, repeats: int = 5, model: Any = None) -> dict[str, Any]:
+    """Measure it, of a model on disk or of `model`. Raises ValueError for a model that paging cannot serve."""
+    upstream = base.quantized_scaled_dot_product_attention
+    base.quantized_scaled_dot_product_attention = build(upstream)
+    try:
+        if model is None:
+            assert model_path is not None
+            model, _ = loaded(model_path, [])
+        found = plan.make(model, make_prompt_cache(model))
+        if found is None:
+            raise ValueError("none of the model's caches is of full attention")
+        bench = _Bench(model, found, block)
+        return {
+            "bench": "paged", "context": context, "block": block, "device": str(mx.default_device()),
+            **bench.alone(context, repeats), **bench.mixed(longest, decode), **bench.shared(shared, own, decode),
+        }  # fmt: skip
+    finally:
+        base.quantized_scaled_dot_product_attention = upstream
+
+
+class _Bench:
+    def __init__(self, model: Any, found: plan.Plan, block: int):
+        self._model, self._plan, self._block = model, found, block
+
+    def alone(self, context: int, repeats: int) -> dict[str, float]:
+        """Steps of one row, in pairs that take turns."""
+        storage = self._storage(context + (repeats + 1) * 2 * STEPS + self._block)
+        rows = []
+        for caches in (make_prompt_cache(self._model), self._plan.apply(make_prompt_cache(self._model), storage)):
+            self._prefill(caches, _text(context, 0))
+            row = kinds.merge_row(caches)
+            assert row is not None
+            rows.append(row)
+        times: list[list[float]] = [[], []]
+        for number in range(repeats + 1):
+            for place in (0, 1) if number % 2 else (1, 0):
+                times[place].append(self._steps(rows[place]))
+        plain, blocks = (one[1:] for one in times)  # the first round warms up
+        return {**spread("decode_ratio_b1", [a / b for a, b in zip(plain, blocks, strict=True)]), "plain_step_ms": median(plain) * 1e3, "paged_step_ms": median(blocks) * 1e3}
+
+    def mixed(self, longest: int, decode: int) -> dict[str, float]:
+        """Requests of lengths from an eighth of an eighth of the longest on."""
+        lengths = [max(1, round(longest ** (i / (MIXED - 1)) * 64 ** (1 - i / (MIXED - 1)))) for i in range(MIXED)]
+        prompts = [_text(length, 1000 * i) for i, length in enumerate(lengths)]
+        need = sum(length + decode for length in lengths) * self._plan.token_bytes
+        storage = self._storage(sum(lengths) + MIXED * (decode + 2 * self._block))
+        plain, plain_seconds = self._serve(prompts, [make_prompt_cache(self._model) for _ in prompts], decode, lambda batch: sum(c.nbytes for c in batch))
+        caches = [self._plan.apply(make_prompt_cache(self._model), storage) for _ in prompts]
+        blocks, seconds = self._serve(prompts, caches, decode, lambda batch: storage.pool.used * storage.arenas.block_bytes)
+        del caches
+        return {"mixed_lengths_kv_ratio": blocks / need, "mixed_lengths_padded_ratio": plain / need, "mixed_lengths_speed_ratio": plain_seconds / seconds}
+
+    def shared(self, shared: int, own: int, decode: int) -> dict[str, float]:
+        """A system prompt that is computed once and then found, as the RAM tier lends it."""
+        storage = self._storage(shared + self._block + SHARING * (own + decode + 2 * self._block))
+        system = _text(shared, 7)
+        first = self._plan.apply(make_prompt_cache(self._model), storage)
+        started = time.perf_counter()
+        self._prefill(first, system)
+        stored = kinds.lend(first)
+        self._prefill(first, _text(own, 50_000))
+        cold = time.perf_counter() - started
+        rows, waits = [first], []
+        for number in range(1, SHARING):
+            started = time.perf_counter()
+            caches = kinds.lend(stored)
+            self._prefill(caches, _text(own, 50_000 + 500 * number))
+            waits.append(time.perf_counter() - started)
+            rows.append(caches)
+        del stored, caches, first
+        batch = [type(layer[0]).merge(list(layer)) for layer in zip(*rows, strict=True)]
+        del rows
+        token = mx.ones((SHARING, 1), mx.int32)
+        for _ in range(decode):
+            token = mx.argmax(self._model(token, cache=batch)[:, -1:], axis=-1)
+            mx.eval(token, [c.state for c in batch])
+        peak = storage.pool.peak * storage.arenas.block_bytes
+        need = (shared + SHARING * (own + decode)) * self._plan.token_bytes
+        return {"shared_prefix_kv_ratio": peak / need, "shared_prefix_ttft_ratio": max(waits) / cold, "shared_prefix_cold_ms": cold * 1e3, "shared_prefix_found_ms": max(waits) * 1e3}
+
+    def _storage(self, tokens: int) -> Storage:
+        return self._plan.storage(-(-tokens // self._block) + 1, self._block)
+
+    def _prefill(self, caches: list[Any], tokens: list[int]) -> None:
+        logits = None
+        for at in range(0, len(tokens), CHUNK):
+            logits = self._model(mx.array([tokens[at : at + CHUNK]]), cache=caches)[:, -1]
+            mx.eval([c.state for c in caches])
+            mx.clear_cache()
+        mx.eval(logits)
+
+    def _steps(self, batch: list[Any]) -> float:
+        """Seconds a step, the next one queued before the last one's token is read."""
+        token = mx.ones((1, 1), mx.int32)
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            following = mx.argmax(self._model(token, cache=batch)[:, -1:], axis=-1)
+            mx.async_eval(following)
+            mx.eval(token)
+            token = following
+        mx.eval(token)
+        return (time.perf_counter() - started) / STEPS
+
+    def _serve(self, prompts: Sequence[list[int]], caches: list[list[Any]], decode: int, nbytes: Any) -> tuple[int, float]:
+        """The most bytes of a batch's caches, and seconds until all replies are done."""
+        from mlx_lm.generate import BatchGenerator
+
+        generator = BatchGenerator(self._model, max_tokens=decode, prefill_step_size=CHUNK, prefill_batch_size=len(prompts), completion_batch_size=len(prompts))
+        started = time.perf_counter()
+        generator.insert([list(prompt) for prompt in prompts], [decode] * len(prompts), caches=caches)
+        caches.clear()
+        most = 0
+        while True:
+            seen, responses = generator.next()
+            if not seen and not responses:
+                break
+            held = [c for batch in (generator._prompt_batch, generator._generation_batch) for c in batch.prompt_cache]
+            most = max(most, nbytes(held))
+        seconds = time.perf_counter() - started
+        generator.close()
+        return most, seconds
+
+
+def _text(tokens: int, seed: int) -> list[int]:
+    """Token ids that are all different prompts' own; what they say does not matter."""
+    return mx.random.randint(1, 1000, (tokens,), key=mx.random.key(seed)).tolist()
+
