@@ -56,12 +56,15 @@ class TableSource:
     def begin(self, model: Any) -> _Drafter:
         return _Drafter(self._logprobs, self._drawn)
 
+    def price(self, model: Any) -> None:
+        return None
+
     def report(self) -> None:
         return None
 
 
 class _Drafter:
-    computed = False
+    computed = 0
 
     def __init__(self, logprobs: mx.array, drawn: bool):
         self._likeliest = np.array(logprobs).argmax(axis=-1).tolist()
@@ -69,7 +72,7 @@ class _Drafter:
         self._drawn = drawn
         self._rows: list[list[float]] | None = None
 
-    def hopes(self, tokens: Sequence[int]) -> bool:
+    def hopes(self, tokens: Sequence[int], worth: Callable[[int], bool] | None = None) -> bool:
         return True
 
     def draft(self, tokens: Sequence[int], pending: int, most: int, caches: Any, probabilities: Callable[[Any], Any] | None = None) -> Draft:

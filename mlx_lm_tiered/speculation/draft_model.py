@@ -5,6 +5,7 @@ Leviathan, Kalman and Matias (2023), "Fast inference from transformers via specu
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,13 +15,15 @@ import mlx.core as mx
 
 from .. import caches as kinds
 from .following import Following, new_caches
-from .source import NONE, Draft
+from .source import NONE, Draft, Price, always
 from .vocabulary import mismatch, size
 
 # Tokens of the sequence that the draft model computes at a time while it catches up, beside a step of the request.
 CHUNK = 512
 # As many as it may be behind and draft all the same: they go with the pending token.
 BEHIND = 32
+# Tokens forwarded together to see what catching up takes.
+PIECE = 16
 
 
 class Prefixes(Protocol):
@@ -89,6 +92,15 @@ class DraftModelSource:
         assert self._pair is not None
         return DraftModelDrafter(self._pair, self._prefixes(), self._fits, self._counts)
 
+    def price(self, model: Any) -> Price:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        assert self._model is not None
+        caches = new_caches(self._model)
+        step, draft = _seconds(model, make_prompt_cache(model), 1, 3), _seconds(self._model, caches, 1, 3)
+        # Where a draft takes a step nothing will be drafted.
+        return Price(step, draft, draft if draft >= step else min(_seconds(self._model, caches, PIECE, 1) / PIECE, draft))
+
     def report(self) -> dict[str, Any]:
         return {"model": str(self._path), "reused_tokens": self._counts["reused"], "computed_tokens": self._counts["computed"]}
 
@@ -105,15 +117,12 @@ class DraftModelDrafter:
         self._tokens: Sequence[int] = ()
         self._first: list[int] = []  # what there was of them at first
         self._fitting = 0  # of the tokens, how many the draft model is known to have
-        self.computed = False
+        self.computed = 0
 
-    def hopes(self, tokens: Sequence[int]) -> bool:
-        self.computed = False
+    def hopes(self, tokens: Sequence[int], worth: Callable[[int], bool] = always) -> bool:
+        self.computed = 0
         self._tokens = tokens
         if not self._has(tokens):
-            return False
-        behind = len(tokens) - (self._following.held if self._following is not None else 0)
-        if behind > BEHIND and not self._fits(self._pair.model, new_caches, behind, CHUNK):
             return False
         if self._following is None:
             self._first = self._first or list(tokens)
@@ -121,14 +130,17 @@ class DraftModelDrafter:
                 return False
             self._following = self._begun(self._first)
         following = self._following
-        if len(tokens) - following.held > BEHIND:
+        behind = len(tokens) - following.held
+        if behind > BEHIND:
+            if not (worth(behind) and self._fits(self._pair.model, new_caches, behind, CHUNK)):
+                return False
             # Without the last token: what holds all of a request's tokens does not serve the same request again.
             first = len(self._first) - 1
             piece = tokens[following.held : min(following.held + CHUNK, first if following.held < first else len(tokens))]
             following.forward(piece)
             following.compute()
             self._counts["computed"] += len(piece)
-            self.computed = True
+            self.computed = len(piece)
             if self._prefixes is not None and 0 <= first - following.held <= BEHIND:
                 self._prefixes.keep(self._first[: following.held], following.caches)
             return False  # it would wait for that
@@ -188,3 +200,13 @@ class DraftModelDrafter:
         """Log-probabilities over the vocabulary of the model that answers; tokens that the draft model does not have are impossible."""
         missing = self._pair.target_size - logprobs.shape[-1]
         return logprobs if missing <= 0 else mx.pad(logprobs, ((0, 0), (0, missing)), constant_values=-mx.inf)
+
+
+def _seconds(model: Any, caches: list[Any], tokens: int, times: int) -> float:
+    """The least of so many forwards of so many tokens, behind one that may compile kernels."""
+    seconds = []
+    for _ in range(times + 1):
+        started = time.perf_counter()
+        mx.eval(model(mx.array([[0] * tokens]), cache=caches))
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .source import NONE, Draft
+from .source import NONE, Draft, always
 
 # Tokens that must agree before a draft, the pending one among them: at first, and after a draft of which something was right.
 LEAST = 3
@@ -34,6 +34,9 @@ class NGramSource:
     def begin(self, model: Any = None) -> NGramDrafter:
         return NGramDrafter()
 
+    def price(self, model: Any) -> None:
+        return None
+
     def report(self) -> None:
         return None
 
@@ -45,7 +48,7 @@ class NGramDrafter:
     asks for a longer match the next time, and so do hopes of which nothing came.
     """
 
-    computed = False
+    computed = 0
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # of a pair of tokens, the place of its second
@@ -53,7 +56,7 @@ class NGramDrafter:
         self._least = LEAST
         self._vain = 0
 
-    def hopes(self, tokens: Sequence[int]) -> bool:
+    def hopes(self, tokens: Sequence[int], worth: Callable[[int], bool] = always) -> bool:
         return bool(self._matches(tokens))
 
     def draft(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -10,7 +11,7 @@ from mlx_lm_hooks import SpeculativeRow
 from ..statistics import Statistics
 from .auto import Chooser
 from .executor import Outcome, Verifier
-from .source import NONE, Draft, Drafter
+from .source import NONE, Draft, Drafter, always
 from .tally import Tally
 
 logger = logging.getLogger("mlx_lm_tiered")
@@ -61,9 +62,10 @@ class Request:
         if most < 1:
             return NONE
         try:
-            hopes = self._drafter.hopes(row.tokens)
+            worth = always if self._chooser is None else functools.partial(self._chooser.worth, room=row.room)
+            hopes = self._drafter.hopes(row.tokens, worth)
             if self._chooser is not None and self._drafter.computed:
-                self._chooser.beside()
+                self._chooser.beside(self._drafter.computed)
             return self._drafted_by(self._drafter, row, most).first(most) if hopes else NONE
         except Exception as error:
             self._failed("drafting", error)  # nothing was forwarded yet

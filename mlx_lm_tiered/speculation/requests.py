@@ -62,7 +62,7 @@ class Speculating:
         from mlx_lm.models.cache import make_prompt_cache
 
         self._model = weakref.ref(model)
-        self._refused = _refusal(make_prompt_cache(model)) or self._refused_by_source(model)
+        self._refused = _refusal(make_prompt_cache(model)) or self._refused_by_source(model) or (self._unpriced(model) if self.tokens == AUTO else "")
         if self._refused:
             logger.warning("speculation %s is not for this model: %s", self.source.name, self._refused)
 
@@ -72,6 +72,9 @@ class Speculating:
         if self._refused or (tokens := self._tokens(row)) == 0:
             return None
         if reason := _refusal(row.caches):
+            logger.info("a request decodes without speculation: %s", reason)
+            return None
+        if tokens == AUTO and (reason := self._unpriced(model)):  # it is one that asks for `auto` itself
             logger.info("a request decodes without speculation: %s", reason)
             return None
         self._tally.requests += 1
@@ -109,6 +112,14 @@ class Speculating:
             return self.source.refuses(model)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+
+    def _unpriced(self, model: Any) -> str:
+        """Have it known what drafting for `model` costs; why it cannot be, empty otherwise."""
+        try:
+            self._auto.prepare(model, lambda: self.source.price(model))
+        except Exception as error:
+            return f"its draft model failed: {type(error).__name__}: {error}"
+        return ""
 
     def report(self) -> dict[str, Any]:
         """What `/stats` shows."""

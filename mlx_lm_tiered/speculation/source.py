@@ -29,18 +29,31 @@ class Draft(NamedTuple):
 NONE = Draft([])
 
 
+class Price(NamedTuple):
+    """What a drafter that computes a model of its own takes, in seconds: a draft, each token of the sequence that it has to catch up with; and what a step of the model that answers takes."""
+
+    step: float
+    draft: float
+    behind: float
+
+
+def always(behind: int) -> bool:
+    """It is worth catching up with any number of tokens."""
+    return True
+
+
 class Drafter(Protocol):
     """The drafts of one sequence. Generation thread only.
 
-    `computed` says whether the last `hopes` has something of the drafter's own computed beside the step that comes.
+    `computed` is how many tokens the last `hopes` has a model of the drafter's own compute beside the step that comes.
     """
 
-    computed: bool
+    computed: int
 
-    def hopes(self, tokens: Sequence[int]) -> bool:
+    def hopes(self, tokens: Sequence[int], worth: Callable[[int], bool] = always) -> bool:
         """Whether a draft may come behind `tokens` and one more token, which is still being computed. Asked before each step, so it must be quick.
 
-        `tokens` only grows between calls.
+        `tokens` only grows between calls. A drafter that would have to catch up with so many of them first asks whether that is `worth` it.
         """
 
     def draft(
@@ -71,6 +84,9 @@ class DraftSource(Protocol):
 
     def begin(self, model: Any) -> Drafter:
         """The drafter of a new sequence that `model` generates."""
+
+    def price(self, model: Any) -> Price | None:
+        """What drafting for `model`, which is not refused, costs beside verifying; None where that is little. It measures that by some forwards of both."""
 
     def report(self) -> dict[str, Any] | None:
         """What `/stats` shows of the model that drafts; None where there is none. Any thread."""

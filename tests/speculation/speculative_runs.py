@@ -23,12 +23,12 @@ class Ended(NamedTuple):
 class Known:
     """A drafter that knows the answer: each draft is right up to a place that moves from draft to draft, and wrong behind."""
 
-    computed = False
+    computed = 0
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int]):
         self.start, self.answer, self.count = len(prompt), answer, 0
 
-    def hopes(self, tokens: Sequence[int]) -> bool:
+    def hopes(self, tokens: Sequence[int], worth: Any = None) -> bool:
         return True
 
     def draft(self, tokens: Sequence[int], pending: int, most: int, caches: Any, probabilities: Any = None) -> Draft:

@@ -10,8 +10,10 @@ from families import build
 from speculative_runs import Known, generate, plain, speculation
 
 from mlx_lm_tiered.settings import AUTO
-from mlx_lm_tiered.speculation.auto import ALLOWED, CHOICES, FIRST, MEASURED, Auto
-from mlx_lm_tiered.speculation.source import Draft
+from mlx_lm_tiered.speculation.auto import ALLOWED, CHOICES, MEASURED, Auto
+from mlx_lm_tiered.speculation.costs import FIRST
+from mlx_lm_tiered.speculation.draft_model import BEHIND
+from mlx_lm_tiered.speculation.source import Draft, Price
 
 STEP = 0.01
 
@@ -26,7 +28,8 @@ class World:
     `lost` is what drafting has cost in all, in steps; negative when it gained.
     """
 
-    def __init__(self, round_steps: Callable[[int], float], right: Callable[[int], int]):
+    def __init__(self, round_steps: Callable[[int], float], right: Callable[[int], int], price: Price | None = None, prompt: int = 0, room: int = 512):
+        self.price, self.prompt, self.room = price, prompt, room
         self.now, self.tokens, self.rounds = 0.0, 0, 0
         self.round_steps, self.right = round_steps, right
         self.model, self.auto = Model(), Auto(lambda: self.now)
@@ -37,6 +40,8 @@ class World:
         self.request()
 
     def request(self) -> None:
+        self.auto.prepare(self.model, lambda: self.price)
+        self.behind = self.prompt if self.price is not None else 0
         self.chooser, self.choices = self.auto.begin(self.model), []
         self.start, self.first, self._ready = self.now, self.tokens, self.now
 
@@ -47,7 +52,9 @@ class World:
         while self.tokens < end:
             allowed = self.chooser.allowed(self.tokens)
             self.choices.append(allowed)
-            if allowed and hopes:
+            if self.behind > BEHIND and allowed:
+                self._catch_up()
+            elif allowed and hopes:
                 self.now = max(self.now, self._ready)
                 self.chooser.waited()
                 if drafts:
@@ -58,7 +65,16 @@ class World:
             self._ready = ready + STEP * (1 + self.noise(self._steps))
             self.now = ready
             self.tokens += 1
+            self.behind += self.price is not None
         return self.choices
+
+    def _catch_up(self) -> None:
+        """With 100 tokens, beside a plain step, where that is worth it."""
+        if self.chooser.worth(self.behind, self.room - (self.tokens - self.first)):
+            piece = min(self.behind, 100)
+            self.chooser.beside(piece)
+            self._ready += piece * self.price.behind
+            self.behind -= piece
 
     def _verify(self, drafted: int) -> None:
         size = drafted.bit_length()
@@ -66,6 +82,7 @@ class World:
         accepted = min(self.right(self.rounds), drafted)
         self.rounds += 1
         self.tokens += 1 + accepted
+        self.behind = 0
         self._ready = self.now
         self.chooser.verified(drafted, accepted)
 
@@ -180,6 +197,73 @@ def test_another_model_has_other_costs():
     assert not world.auto.report()["verification_steps"]
 
 
+def priced(draft: float, behind: float) -> Price:
+    """In steps."""
+    return Price(STEP, STEP * draft, STEP * behind)
+
+
+def test_a_draft_model_that_takes_a_step_for_a_draft_is_never_begun_with():
+    """The first requests of a server lose nothing by it, whatever their prompts."""
+    world = World(lambda width: 1.1 + 1.9 * (width - 1), lambda number: 99, priced(1.9, 0.1), prompt=200)
+    for _ in range(6):
+        world.request()
+        assert not any(world.go(64)[:-1]) and world.rounds == 0 and world.lost < 1e-6
+    assert world.auto.report()["draft_steps"] == 1.9
+
+
+def test_a_cheap_one_drafts_from_its_first_request_on_with_as_many_as_its_price_allows():
+    for draft, first in (0.02, 4), (0.4, 1):
+        world = World(lambda width, draft=draft: 1 + (0.03 + draft) * (width - 1), lambda number: 99, priced(draft, 0.001), prompt=300)
+        assert next(filter(None, world.go(200))) == first and world.lost < -100
+
+
+def test_it_catches_up_where_what_is_left_pays_for_it():
+    """As long as nothing is known of the drafts, for next to nothing; and what it takes is learnt: in the end ten times as much as was thought."""
+    world = World(lambda width: 1 + 0.12 * (width - 1), lambda number: 99, priced(0.1, 0.01))
+
+    def begun(prompt: int, room: int) -> bool:
+        world.prompt, world.room, before = prompt, room, world.rounds
+        world.request()
+        world.go(60)
+        return world.rounds > before
+
+    assert not begun(2000, 64) and not begun(2000, 512) and world.lost < 1e-6
+    assert begun(100, 512) and begun(100, 64) and world.lost < -20
+    assert not begun(4000, 64) and begun(4000, 512)
+    world.price = priced(0.1, 0.1)
+    assert begun(400, 200) and begun(400, 200) and begun(400, 200)
+    assert world.auto.report()["catch_up_steps"] == pytest.approx(0.1, rel=0.3)
+    assert not begun(4000, 512)
+
+
+def test_an_unknown_draft_model_waits_until_what_its_trial_may_lose_was_saved():
+    world = World(lambda width: 1 + 0.12 * (width - 1), lambda number: 0, priced(0.1, 0.01), prompt=2000)
+    plain = 0
+    while not world.rounds:
+        world.request()
+        world.go(100)
+        plain += 100
+        assert plain < 4000
+    assert plain > 1900
+    assert world.lost < 30
+
+
+def test_how_often_a_draft_model_was_right_is_remembered():
+    """One that knows nothing costs the first request what it takes to see that, and the others next to nothing."""
+    world = World(lambda width: 1 + 0.12 * (width - 1), lambda number: 0, priced(0.1, 0.01), prompt=60)
+    world.go(64)
+    assert world.rounds and world.lost < 4
+    for _ in range(10):
+        world.request()
+        world.go(64)
+        assert world.lost < 0.03 * 64
+    world.right = lambda number: 99
+    world.request()
+    world.go(1000)
+    world.request()
+    assert max(world.go(64)) > 2
+
+
 def prompt_of(count: int) -> list[int]:
     mx.random.seed(1)
     return mx.random.randint(3, 1000, (count,)).tolist()
@@ -206,7 +290,7 @@ def test_steps_beside_which_a_draft_model_catches_up_say_nothing():
     world.go(MEASURED + 2, hopes=False)
     for _ in range(40):
         assert world.chooser.allowed(world.tokens) > 0
-        world.chooser.beside()
+        world.chooser.beside(100)
         world.now = world._ready = world.now + 20 * STEP
         world.tokens += 1
     assert world.auto.step == pytest.approx(STEP)

@@ -22,6 +22,7 @@ from mlx_lm_tiered.memory.room import Room
 from mlx_lm_tiered.plugin import current
 from mlx_lm_tiered.speculation import draft_model, vocabulary
 from mlx_lm_tiered.speculation.draft_model import DraftModelSource
+from mlx_lm_tiered.speculation.source import Price
 from mlx_lm_tiered.speculation.following import Following, new_caches
 from support.models import TINY, document
 
@@ -216,15 +217,45 @@ def test_it_does_not_catch_up_where_memory_has_no_room_for_its_caches():
     assert drafter.hopes(tokens)
 
 
-def test_auto_switches_garbage_off(garbage):
+def test_auto_switches_garbage_off(garbage, monkeypatch):
     model, tokenizer = load(str(TINY["lfm2"]))
     prompt = prompt_of(tokenizer, 40)
     with plain():
         expected = generate(model, prompt, 150).tokens
+    monkeypatch.setattr(DraftModelSource, "price", lambda self, model: Price(1.0, 0.1, 0.01))  # which is not so
     with drafting(garbage, "auto") as run:
         assert generate(model, prompt, 150).tokens == expected
         counted = run.report()
     assert 0 < counted["target_calls"] < 25 and counted["acceptance"] < 0.1
+
+
+def test_auto_does_not_begin_with_one_that_is_as_slow_as_the_model():
+    """Its price is measured when the model is loaded: the first request's caches are not even begun."""
+    model, tokenizer = load(str(TINY["llama"]))
+    prompt = prompt_of(tokenizer, 100)
+    with plain():
+        expected = generate(model, prompt, 60).tokens
+    with drafting(TINY["llama"], "auto") as run:
+        assert generate(model, prompt, 60).tokens == expected
+        counted = run.report()
+    assert counted["target_calls"] == counted["draft_model"]["computed_tokens"] == 0
+    assert 0.5 < counted["auto"]["draft_steps"] < 2 and 0 < counted["auto"]["catch_up_steps"] < 2
+
+
+def test_one_that_fails_while_its_price_is_measured_leaves_the_requests_plain(monkeypatch, caplog):
+    model, tokenizer = load(str(TINY["llama"]))
+    prompt = prompt_of(tokenizer, 40)
+    with plain():
+        expected = generate(model, prompt, 12).tokens
+
+    def fails(self, model):
+        raise RuntimeError("[metal] nothing works")
+
+    monkeypatch.setattr(DraftModelSource, "price", fails)
+    with drafting(TINY["llama"], "auto") as run:
+        assert generate(model, prompt, 12).tokens == expected == generate(model, prompt, 12).tokens
+        assert run.report()["refused"] == "its draft model failed: RuntimeError: [metal] nothing works"
+    assert caplog.text.count("nothing works") == 1
 
 
 def test_a_token_that_a_model_does_not_have_never_reaches_it(monkeypatch, tmp_path):

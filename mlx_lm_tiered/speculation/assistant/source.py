@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..source import NONE, Draft
+from ..source import NONE, Draft, always
 from . import config
 
 # Gemma 4's layers are imported with the first model: imported before the plugin's hooks are in place they would keep mlx-lm's attention.
@@ -59,6 +59,9 @@ class AssistantSource:
         assert self._assistant is not None and self._target is not None
         return AssistantDrafter(self._assistant, self._target, self._position, self._window)
 
+    def price(self, model: Any) -> None:
+        return None
+
     def report(self) -> dict[str, Any]:
         return {"model": str(self._path)}
 
@@ -66,7 +69,7 @@ class AssistantSource:
 class AssistantDrafter:
     """Implements `Drafter`. It holds nothing of the sequence but which token of its last round is the last one that was right."""
 
-    computed = False
+    computed = 0
 
     def __init__(self, assistant: AssistantModel, target: Target, position: str, window: int | None):
         self._assistant, self._target = assistant, target
@@ -74,7 +77,7 @@ class AssistantDrafter:
         self._most = target.window if window is None else min(window, target.window)
         self._round: tuple[int, int] | None = None  # the model's forwards up to the last round's, and the token of its chunk
 
-    def hopes(self, tokens: Sequence[int]) -> bool:
+    def hopes(self, tokens: Sequence[int], worth: Callable[[int], bool] = always) -> bool:
         return True
 
     def draft(
