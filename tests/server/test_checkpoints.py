@@ -26,6 +26,7 @@ CASES = {
     "llama, two rows": ("llama", {}, {"messages": user("What is a tuple?"), "repetition_penalty": 1.2, "repetition_context_size": 40}),
     "lfm2": ("lfm2", {}),
     "lfm2, speculating": ("lfm2", {}),
+    "lfm2, drafted for": ("lfm2", {}),
     "llama, single": ("llama", {"seed": 7, "temperature": 0.8, "repetition_penalty": 1.3, "repetition_context_size": 40}),
 }
 
@@ -80,7 +81,8 @@ def kept(root: Path) -> set[str]:
 def test_a_killed_generation_goes_on(case, cache_dir, tmp_path):
     family, *options = CASES[case]
     requests = [body(**one) for one in options]
-    flags = ["--generation-checkpoint", EVERY, *(["--speculation", "ngram"] if "speculating" in case else [])]
+    drafts = {"speculating": ["--speculation", "ngram"], "drafted for": ["--draft-model", str(TINY["llama"])]}
+    flags = ["--generation-checkpoint", EVERY, *drafts.get(case.partition(", ")[2], [])]
     server = tiered(TINY[family], cache_dir, *flags, log=tmp_path / "log")
     interrupted(server, cache_dir, *requests)
     with tiered(TINY[family], cache_dir, *flags, log=tmp_path / "log") as server:
@@ -94,6 +96,11 @@ def test_a_killed_generation_goes_on(case, cache_dir, tmp_path):
             want = answers(server, *requests)
     assert seen["checkpoints"]["resumed"] == len(requests) and seen["checkpoints"]["resumed_tokens"] >= int(EVERY) * len(requests)
     assert seen["faults"] == {}
+    if len(flags) > 2:
+        # A draft model's caches hold nothing of it after the kill: they catch up with what was generated before.
+        assert seen["speculation"]["accepted"] > 0 and seen["speculation"]["drafted"] < TOKENS * 4
+    if seen["speculation"] and seen["speculation"]["draft_model"]:
+        assert seen["speculation"]["draft_model"]["computed_tokens"] >= TOKENS / 2
     assert [one.text for one in got] == [one.text for one in want] and all(len(one.text) > TOKENS for one in got)
     assert {one.usage["completion_tokens"] for one in got + want} == {TOKENS}
     assert {one.finish_reason for one in got + want} == {"length"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from support.models import TINY, document
-from support.server import RequestFailed, tiered
+from support.server import RequestFailed, stock, tiered
 
 TEXT = document(700)
 PROMPT = TEXT + TEXT[:200]  # so that what follows was there before
@@ -140,6 +142,42 @@ def test_a_draft_model_leaves_requests_in_their_batch(tiny_gemma4, tiny_llama, t
     assert together == alone and stats["faults"] == {}
     # One at a time each would verify drafts as before.
     assert before > 100 and stats["speculation"]["target_calls"] - before < before / 2
+
+
+def test_16_penalties_see_the_whole_history_with_a_draft_model(tiny_llama, tmp_path):
+    """mlx-lm by itself shows logits processors the last token of the prompt and what is behind it: with penalties for what was said its draft model changes the answer."""
+    penalties = {"repetition_penalty": 1.3, "repetition_context_size": 60}, {"presence_penalty": 1.0, "frequency_penalty": 0.5}
+    flags = ("--draft-model", str(tiny_llama))
+
+    def answers(server) -> list:
+        return [ask(server, PROMPT, 40, **penalty, **options)[0] for penalty in penalties for options in PATHS.values()]
+
+    with tiered(tiny_llama, None, "--prompt-cache-bytes", "0", log=tmp_path / "plain.log") as server:
+        expected = answers(server)
+    with tiered(tiny_llama, None, *flags, "--prompt-cache-bytes", "0", log=tmp_path / "log") as server:
+        assert answers(server) == expected
+        stats = server.stats()
+    assert stats["faults"] == {} and stats["speculation"]["requests"] == 4 and stats["speculation"]["accepted"] > 40
+    with stock(tiny_llama, tmp_path / "stock.log", *flags) as server:
+        text = server.complete(PROMPT, max_tokens=40, **penalties[0]).text
+    assert text != expected[0], "mlx-lm has no such fault any more"
+
+
+def test_a_draft_model_with_other_tokens_is_named_and_the_requests_are_plain(tiny_gemma4, tiny_llama, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_llama, other)
+    data = json.loads((other / "tokenizer.json").read_text())
+    words = data["model"]["vocab"]
+    data["model"]["vocab"] = {word: (number + 1) % len(words) for word, number in words.items()}
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    with tiered(tiny_gemma4, None, "--prompt-cache-bytes", "0", log=tmp_path / "plain.log") as server:
+        expected = [ask(server, PROMPT, 12, **options) for options in PATHS.values()]
+    with tiered(tiny_gemma4, None, "--draft-model", str(other), "--prompt-cache-bytes", "0", log=tmp_path / "log") as server:
+        assert [ask(server, PROMPT, 12, **options) for options in PATHS.values()] == expected
+        stats, log = server.stats(), server.log()
+    refused = stats["speculation"]["refused"]
+    assert re.fullmatch(r"token \d+ is '[^\n]+' to the draft model and '[^\n]+' to the model", refused), refused
+    assert log.count(refused) == 1 and stats["speculation"]["requests"] == 0 and stats["faults"] == {}
 
 
 @pytest.mark.parametrize(("flags", "says"), [
