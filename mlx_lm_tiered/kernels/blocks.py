@@ -1,0 +1,198 @@
+"""Decode attention over blocks of plain keys and values, by a table, without gathering them: `blocks.body`, merged by `merge.body`.
+
+Per block of threads: up to 8 queries of one KV head of one row, of several heads and, to
+verify drafts, of several tokens. Each warp takes 16 tokens at a time; warps of all splits
+take turns. Both products are tensor-core ones, of
+numbers as they are loaded: 16-bit keys times queries are exact, sums are in fp32, and a
+weight is two numbers of the values' type, or one where more than four queries share a KV
+head. fp32 goes in as three numbers of bf16 each. Which dimension goes to which row of a
+fragment is ours to choose, so each lane loads 16 bytes at a time and exchanges none.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from . import source
+from .decode import LEAST_ELEMENTS, MOST_SHARED, MOST_SPLITS, dialect
+from .tuning import METAL_BLOCKS, MULTIPROCESSORS, TOKENS, Tuning
+
+DIMS = (64, 80, 96, 128, 256)
+MOST_EACH, MOST_LENGTH = 16, 8
+INPUTS = ("q", "keys", "values", "table", "lengths")
+PARTS = ("po", "pm", "pl")
+_FLOATS = (mx.bfloat16, mx.float16, mx.float32)
+# Bytes of a head from which on a thread needs more registers than three resident blocks leave it, and than two.
+LARGE_HEAD, LARGEST_HEAD = 512, 1024
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dim: int
+    each: int  # query heads of a KV head
+    block: int  # tokens of a block
+    dtype: mx.Dtype
+    scale: float
+    length: int = 1  # queries of a head
+
+    @property
+    def shared(self) -> int:
+        """Queries of a KV head."""
+        return self.each * self.length
+
+
+def supports(queries: mx.array, keys: mx.array, values: mx.array, table: mx.array, lengths: mx.array) -> bool:
+    """Whether the kernel computes this: queries (rows, heads, 1 to 8, dim), arenas (blocks, kv_heads, block, dim), both contiguous in a block, int32 tables."""
+    if queries.ndim != 4 or keys.ndim != 4 or table.ndim != 2 or lengths.ndim != 1:
+        return False
+    rows, heads, length, dim = queries.shape
+    kv_heads = keys.shape[1]
+    if not 1 <= length <= MOST_LENGTH or keys.shape != values.shape or keys.shape[3] != dim or dim not in DIMS or heads % kv_heads or heads // kv_heads > MOST_EACH:
+        return False
+    if table.dtype != mx.int32 or lengths.dtype != mx.int32 or table.shape[0] < rows or lengths.shape[0] < rows or not table.shape[1]:
+        return False
+    return queries.dtype in _FLOATS and queries.dtype == keys.dtype == values.dtype and min(queries.size, keys.size) >= LEAST_ELEMENTS[dialect()]
+
+
+def on_device(numbers: Any, shape: Sequence[int] | None = None) -> mx.array:
+    """A table or lengths from Python, int32, so that a GPU reads it from its own memory; lazily, once for all layers of a step.
+
+    Every block of every layer waits for these. mlx leaves what Python made in the host's
+    memory, and anything of 8 bytes or fewer: so lengths are made longer, and both are
+    computed. Entries behind those of the rows are not read.
+    """
+    made = mx.array(numbers, mx.int32)
+    if made.ndim == 1:
+        made = mx.pad(made, (0, max(0, 8 - made.shape[0])))
+    elif made.shape[-1] < 8:
+        made = mx.pad(made, ((0, 0), (0, 8 - made.shape[-1])))
+    return made * 1
+
+
+def queries_of_a_block(form: Form) -> int:
+    """As in `blocks.body`."""
+    return min(form.shared, 4 if form.dtype == mx.float32 else 8)
+
+
+@cache
+def warps_that_fit(language: str, form: Form, wanted: int) -> int:
+    """At most `wanted` warps, and no more than whose outputs a block's memory holds beside its queries (`blocks.body`)."""
+    sets = 2 if form.dtype == mx.float32 else 1
+    left = MOST_SHARED[language] - 4 * sets * 8 * (form.dim // 2 + 8)
+    while wanted > 1 and wanted * 4 * queries_of_a_block(form) * (form.dim + 10) > left:
+        wanted //= 2
+    return wanted
+
+
+def choose(tokens: int, units: int, form: Form, language: str = "cuda") -> Tuning:
+    """For rows of up to `tokens`; `units` are rows times KV heads times blocks of queries."""
+    head = form.dim * form.dtype.size
+    warps, resident = 4, 3 if head < LARGE_HEAD else 2 if head < LARGEST_HEAD else 1
+    most = max(1, (METAL_BLOCKS if language == "metal" else MULTIPROCESSORS * resident) // units)
+    return Tuning(warps, max(1, min(most, MOST_SPLITS, -(-tokens // (TOKENS * warps)))), resident if language == "cuda" else 0)
+
+
+class Options(NamedTuple):
+    """What mlx is given besides arrays, and the constants of the texts."""
+
+    parts: dict[str, Any]
+    parts_constants: dict[str, Any]
+    merge: dict[str, Any]
+    merge_constants: dict[str, Any]
+    bounds: tuple[int, int]  # warps and resident blocks
+
+
+def options(language: str, rows: int, kv_heads: int, form: Form, tuning: Tuning) -> Options:
+    """Of both kernels. The scale is compiled into them, as in `decode.options`."""
+    dim, heads, all_queries = form.dim, kv_heads * form.each, rows * kv_heads * form.shared
+    warps = warps_that_fit(language, form, tuning.warps)
+    # Splits without tokens are right, and as many as these keep the merge's inputs from being small.
+    splits = min(max(tuning.splits, LEAST_ELEMENTS[language]), MOST_SPLITS)
+    parts_constants = {
+        "D": dim, "G": form.shared, "L": form.length, "HK": kv_heads, "BLOCK": form.block, "W": warps, "SCALE": struct.unpack("<i", struct.pack("<f", form.scale))[0],
+        "S": form.dtype, "H": mx.bfloat16 if form.dtype == mx.float32 else form.dtype,
+    }  # fmt: skip
+    parts = {
+        "grid": (splits * 32 * warps, rows * kv_heads, -(-form.shared // queries_of_a_block(form))), "threadgroup": (32 * warps, 1, 1),
+        "output_shapes": [(all_queries, splits, dim), (all_queries, splits), (all_queries, splits)], "output_dtypes": [mx.float32] * 3,
+    }  # fmt: skip
+    threads = 4 * dim
+    # Parts have their dimensions in order, which is what these pieces mean to the merge.
+    merge_constants = {"D": dim, "CH": 1, "PIECE": 16, "THREADS": threads, "T": form.dtype}
+    merge = {"grid": (all_queries * threads, 1, 1), "threadgroup": (threads, 1, 1), "output_shapes": [(rows, heads, form.length, dim)], "output_dtypes": [form.dtype]}
+    return Options(parts, parts_constants, merge, merge_constants, (warps, tuning.resident if warps == tuning.warps else 0))
+
+
+def kernels(language: str, found: Options) -> tuple[Any, Any]:
+    """mlx's two for these options."""
+    parts = source.kernel(language, ("blocks.body",), tuple(found.parts_constants.items()), INPUTS, PARTS, found.bounds)
+    merge = source.kernel(language, ("merge.body", "written.body"), tuple(found.merge_constants.items()), PARTS, ("out",))
+    return parts, merge
+
+
+class Step:
+    """Decode steps of one form: what about a call does not depend on how many tokens there are is found out once."""
+
+    def __init__(self, rows: int, kv_heads: int, form: Form):
+        self._rows, self._kv_heads, self._form = rows, kv_heads, form
+        self._units = rows * kv_heads * -(-form.shared // queries_of_a_block(form))
+        self._language = dialect()
+        self._calls: dict[Tuning, Callable[[list[mx.array]], mx.array]] = {}
+        self._tuned: dict[int, Callable[[list[mx.array]], mx.array]] = {}
+
+    def __call__(
+        self, queries: mx.array, keys: mx.array, values: mx.array, table: mx.array, lengths: mx.array, longest: int | None = None, tuning: Tuning | None = None
+    ) -> mx.array:
+        """Attention (rows, heads, length, dim) of `queries` of that shape over the first `lengths[row]` tokens of the blocks in `table[row]`."""
+        inputs = [queries, keys, values, table, lengths]
+        if self._language == "metal":
+            # mlx passes small arrays in another address space, to another text.
+            inputs[3:] = [on_device(a) if a.shape[-1] < 8 else a for a in inputs[3:]]
+        if tuning is None:
+            # In steps of 64, in which no split is won.
+            tokens = -(-(table.shape[1] * self._form.block if longest is None else longest) // 64)
+            call = self._tuned.get(tokens)
+            if call is None:
+                call = self._tuned[tokens] = self._made(choose(64 * tokens, self._units, self._form, self._language))
+            return call(inputs)
+        return self._made(tuning)(inputs)
+
+    def _made(self, tuning: Tuning) -> Callable[[list[mx.array]], mx.array]:
+        call = self._calls.get(tuning)
+        if call is None:
+            found = options(self._language, self._rows, self._kv_heads, self._form, tuning)
+            first, second = kernels(self._language, found)
+            parts, merge = found.parts, found.merge
+            call = self._calls[tuning] = lambda inputs: second(inputs=first(inputs=inputs, **parts), **merge)[0]
+        return call
+
+
+@cache
+def step(rows: int, kv_heads: int, form: Form) -> Step:
+    """The one of a form."""
+    return Step(rows, kv_heads, form)
+
+
+def form_of(queries: mx.array, keys: mx.array, scale: float) -> Form:
+    """What is compiled for these."""
+    return Form(queries.shape[3], queries.shape[1] // keys.shape[1], keys.shape[2], queries.dtype, scale, queries.shape[2])
+
+
+def decode(
+    queries: mx.array, keys: mx.array, values: mx.array, table: mx.array, lengths: mx.array, scale: float, longest: int | None = None, tuning: Tuning | None = None
+) -> mx.array:
+    """Attention of what `supports` accepts: queries (rows, heads, length, dim) over the first `lengths[row]` tokens of the blocks that `table[row]` lists.
+
+    The queries are of a row's last tokens, which its length counts: each sees the tokens up
+    to its own.
+    `longest` bounds the lengths, for the work to be cut up; without it the table's room
+    does. Nothing behind a row's length is read, of its table neither. Returns the shape and
+    type of `queries`; zeros for a row without tokens.
+    """
+    return step(queries.shape[0], keys.shape[1], form_of(queries, keys, scale))(queries, keys, values, table, lengths, longest, tuning)
