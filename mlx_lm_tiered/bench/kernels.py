@@ -162,9 +162,9 @@ def sweep(contexts: Sequence[int] = CONTEXTS, schemes: Sequence[str] = SCHEMES[1
     return rows
 
 
-def measure(attend: Callable[[mx.array, Any], mx.array], pairs: Sequence[Any], repeats: int = REPEATS) -> tuple[float, float]:
+def measure(attend: Callable[[mx.array, Any], mx.array], pairs: Sequence[Any], repeats: int = REPEATS, batch: int = 1, length: int = 1) -> tuple[float, float]:
     """Microseconds of one attention, as the module says; and those of them that Python took to build the graph."""
-    q = mx.random.normal((1, HEADS, 1, DIM)).astype(mx.bfloat16)
+    q = mx.random.normal((batch, HEADS, length, DIM)).astype(mx.bfloat16)
     mx.eval(q)
     times, built = [], []
     for _ in range(2 + repeats):
@@ -218,6 +218,11 @@ def in_use(kernels: Kernels) -> Iterator[None]:
         caches_use(Kernels("off"))
 
 
+def plain_caches(tokens: int) -> list[Any]:
+    """What plain caches of so many tokens hand out."""
+    return _caches(tokens - 1, None)
+
+
 def filled(tokens: int, form: Form | None) -> Any:
     """A cache that holds random keys and values."""
     cache = KVCache() if form is None else fresh(KVCache(), form)
@@ -241,7 +246,23 @@ def model() -> list[dict[str, Any]]:
     return result["rows"]
 
 
-PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {"self-test": self_test, "steps": run, "sweep": sweep, "model": model}
+def over_blocks() -> list[dict[str, Any]]:
+    """Attention over blocks of plain keys and values."""
+    from . import block_kernels
+
+    return block_kernels.run()
+
+
+def sweep_over_blocks() -> list[dict[str, Any]]:
+    """Every way to cut that up."""
+    from . import block_kernels
+
+    return block_kernels.sweep()
+
+
+PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "self-test": self_test, "steps": run, "sweep": sweep, "model": model, "blocks": over_blocks, "blocks-sweep": sweep_over_blocks
+}  # fmt: skip
 
 
 def part(name: str) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(start_up, "--repeats", 40, "starts with and without it", "R")
     start_up.set_defaults(run=run_bench_start_up)
     kernels = benches.add_parser("kernels", help="decode attention on a GPU: self-test, microseconds a step, steps of a whole model")
-    kernels.add_argument("parts", nargs="*", metavar="PART", help="of self-test, steps, sweep, model (default: all but sweep)")
+    kernels.add_argument("parts", nargs="*", metavar="PART", help="of self-test, steps, sweep, model, blocks, blocks-sweep (default: self-test, steps, model)")
     kernels.add_argument("--sweep", action="store_true", help="also measure every way to cut up the work")
     kernels.set_defaults(run=run_bench_kernels)
     for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, concurrent, guard, restoring, start_up, kernels, peak):
@@ -295,7 +295,7 @@ def run_bench_kernels(args: argparse.Namespace) -> int:
     for part in dict.fromkeys(parts):
         result[part] = kernels.part(part)
     report.write(result, args.json)
-    return int(any(not row["ok"] for row in result.get("self-test", ())))
+    return int(any(not row["ok"] for part in ("self-test", "blocks") for row in result.get(part, ())))
 
 
 def run_bench_start_up(args: argparse.Namespace) -> int:

@@ -27,8 +27,8 @@ MOST_EACH, MOST_LENGTH = 16, 8
 INPUTS = ("q", "keys", "values", "table", "lengths")
 PARTS = ("po", "pm", "pl")
 _FLOATS = (mx.bfloat16, mx.float16, mx.float32)
-# Bytes of a head from which on a thread needs more registers than three resident blocks leave it, and than two.
-LARGE_HEAD, LARGEST_HEAD = 512, 1024
+# Blocks of four warps that a multiprocessor's registers hold, by the bytes of a head up to which they do.
+RESIDENT = ((192, 4), (256, 3), (1024, 2))
 
 
 class Form(NamedTuple):
@@ -40,6 +40,7 @@ class Form(NamedTuple):
     dtype: mx.Dtype
     scale: float
     length: int = 1  # queries of a head
+    heads_first: bool = False  # in the arenas
 
     @property
     def shared(self) -> int:
@@ -47,13 +48,15 @@ class Form(NamedTuple):
         return self.each * self.length
 
 
-def supports(queries: mx.array, keys: mx.array, values: mx.array, table: mx.array, lengths: mx.array) -> bool:
-    """Whether the kernel computes this: queries (rows, heads, 1 to 8, dim), arenas (blocks, kv_heads, block, dim), both contiguous in a block, int32 tables."""
+def supports(queries: mx.array, keys: mx.array, values: mx.array, table: mx.array, lengths: mx.array, block: int | None = None) -> bool:
+    """Whether the kernel computes this (see `decode`): heads of `DIMS`, up to 16 a KV head and 8 queries a head, all of one type; int32 tables and lengths."""
     if queries.ndim != 4 or keys.ndim != 4 or table.ndim != 2 or lengths.ndim != 1:
         return False
     rows, heads, length, dim = queries.shape
     kv_heads = keys.shape[1]
     if not 1 <= length <= MOST_LENGTH or keys.shape != values.shape or keys.shape[3] != dim or dim not in DIMS or heads % kv_heads or heads // kv_heads > MOST_EACH:
+        return False
+    if block is not None and (keys.shape[0] != 1 or block < 1 or keys.shape[2] % block):
         return False
     if table.dtype != mx.int32 or lengths.dtype != mx.int32 or table.shape[0] < rows or lengths.shape[0] < rows or not table.shape[1]:
         return False
@@ -92,8 +95,7 @@ def warps_that_fit(language: str, form: Form, wanted: int) -> int:
 
 def choose(tokens: int, units: int, form: Form, language: str = "cuda") -> Tuning:
     """For rows of up to `tokens`; `units` are rows times KV heads times blocks of queries."""
-    head = form.dim * form.dtype.size
-    warps, resident = 4, 3 if head < LARGE_HEAD else 2 if head < LARGEST_HEAD else 1
+    warps, resident = 4, next(count for size, count in RESIDENT if form.dim * form.dtype.size <= size)
     most = max(1, (METAL_BLOCKS if language == "metal" else MULTIPROCESSORS * resident) // units)
     return Tuning(warps, max(1, min(most, MOST_SPLITS, -(-tokens // (TOKENS * warps)))), resident if language == "cuda" else 0)
 
@@ -115,7 +117,7 @@ def options(language: str, rows: int, kv_heads: int, form: Form, tuning: Tuning)
     # Splits without tokens are right, and as many as these keep the merge's inputs from being small.
     splits = min(max(tuning.splits, LEAST_ELEMENTS[language]), MOST_SPLITS)
     parts_constants = {
-        "D": dim, "G": form.shared, "L": form.length, "HK": kv_heads, "BLOCK": form.block, "W": warps, "SCALE": struct.unpack("<i", struct.pack("<f", form.scale))[0],
+        "D": dim, "G": form.shared, "L": form.length, "HK": kv_heads, "BLOCK": form.block, "HEADS_FIRST": int(form.heads_first), "W": warps, "SCALE": struct.unpack("<i", struct.pack("<f", form.scale))[0],
         "S": form.dtype, "H": mx.bfloat16 if form.dtype == mx.float32 else form.dtype,
     }  # fmt: skip
     parts = {
@@ -179,20 +181,24 @@ def step(rows: int, kv_heads: int, form: Form) -> Step:
     return Step(rows, kv_heads, form)
 
 
-def form_of(queries: mx.array, keys: mx.array, scale: float) -> Form:
+def form_of(queries: mx.array, keys: mx.array, scale: float, block: int | None = None) -> Form:
     """What is compiled for these."""
-    return Form(queries.shape[3], queries.shape[1] // keys.shape[1], keys.shape[2], queries.dtype, scale, queries.shape[2])
+    _, heads, length, dim = queries.shape
+    return Form(dim, heads // keys.shape[1], keys.shape[2] if block is None else block, queries.dtype, scale, length, block is not None)
 
 
 def decode(
-    queries: mx.array, keys: mx.array, values: mx.array, table: mx.array, lengths: mx.array, scale: float, longest: int | None = None, tuning: Tuning | None = None
-) -> mx.array:
+    queries: mx.array, keys: mx.array, values: mx.array, table: mx.array, lengths: mx.array, scale: float,
+    block: int | None = None, longest: int | None = None, tuning: Tuning | None = None,
+) -> mx.array:  # fmt: skip
     """Attention of what `supports` accepts: queries (rows, heads, length, dim) over the first `lengths[row]` tokens of the blocks that `table[row]` lists.
 
     The queries are of a row's last tokens, which its length counts: each sees the tokens up
-    to its own.
-    `longest` bounds the lengths, for the work to be cut up; without it the table's room
-    does. Nothing behind a row's length is read, of its table neither. Returns the shape and
-    type of `queries`; zeros for a row without tokens.
+    to its own. Arenas are (blocks, kv_heads, block, dim), or with `block`
+    (1, kv_heads, blocks * block, dim); the last two axes are contiguous. `longest` bounds the
+    lengths, for the work to be cut up; without it the table's room does. Nothing behind a
+    row's length is read, of its table neither. Tables and lengths may have more rows, and are
+    best made by `on_device`. Returns the shape and type of `queries`; zeros for a query that
+    sees no token.
     """
-    return step(queries.shape[0], keys.shape[1], form_of(queries, keys, scale))(queries, keys, values, table, lengths, longest, tuning)
+    return step(queries.shape[0], keys.shape[1], form_of(queries, keys, scale, block))(queries, keys, values, table, lengths, longest, tuning)

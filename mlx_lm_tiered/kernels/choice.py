@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import encode
+from . import block_check, blocks, encode
 from .check import faster, passes
 from .decode import Format, Step, dialect, may_serve, supports, supports_records
 from .layout import Layout
@@ -44,6 +44,8 @@ class Kernels:
         self._right: dict[Format, bool] = {}
         self._steps: dict[Any, Step | None] = {}
         self._encoders: dict[Any, encode.Encoder | None] = {}
+        self._over_blocks: dict[Any, blocks.Step | None] = {}
+        self._blocks_right: dict[blocks.Form, bool] = {}
         self.failed = self.slower = 0
 
     def attend(
@@ -122,6 +124,39 @@ class Kernels:
         if encoder is None or keys.size < encode.LEAST_ELEMENTS[dialect()]:
             return None
         return encoder(keys, values)
+
+    def attend_blocks(
+        self, queries: mx.array, keys: mx.array, values: mx.array, table: mx.array, lengths: mx.array, scale: float,
+        block: int | None = None, longest: int | None = None,
+    ) -> mx.array | None:  # fmt: skip
+        """Attention over blocks of plain keys and values as `blocks.decode` has it; None where it is to be computed otherwise."""
+        if self.state != "on":
+            return None
+        one = (queries.shape, queries.dtype, keys.shape, keys.dtype, values.shape, values.dtype, table.shape, table.dtype, lengths.shape, lengths.dtype, scale, block)
+        step = self._over_blocks.get(one, _UNKNOWN)
+        if step is _UNKNOWN:
+            step = None
+            if blocks.supports(queries, keys, values, table, lengths, block):
+                form = blocks.form_of(queries, keys, scale, block)
+                if form not in self._blocks_right:
+                    self._blocks_right[form] = self._test_blocks(form)
+                if self._blocks_right[form]:
+                    step = blocks.step(queries.shape[0], keys.shape[1], form)
+            self._over_blocks[one] = step
+        return None if step is None else step(queries, keys, values, table, lengths, longest)
+
+    def _test_blocks(self, form: blocks.Form) -> bool:
+        pays = dialect() != "metal"
+
+        def right() -> bool:
+            nonlocal pays
+            passed = block_check.right(form)
+            pays = pays or (passed and block_check.faster(form))
+            return passed
+
+        found = bool(self._found(f"decode kernel for blocks of {form.block} tokens in heads of {form.dim}", right))
+        self.slower += found and not pays
+        return found and pays
 
     def _found(self, what: str, right: Callable[[], Any]) -> Any:
         """What a self-test gives if it passes; if not, None, and the fault is told."""

@@ -79,7 +79,7 @@ def written(form: Form, rows: int = 1, splits: int = 8, room: int = 8) -> tuple[
     """Both kernels as mlx writes them for Metal."""
     header, found = source.header("metal"), options("metal", form, rows, splits)
     first, second = blocks.kernels("metal", found)
-    arena = mx.zeros((4, KV_HEADS, form.block, form.dim), form.dtype)
+    arena = mx.zeros((1, KV_HEADS, 4 * form.block, form.dim) if form.heads_first else (4, KV_HEADS, form.block, form.dim), form.dtype)
     q = mx.zeros((rows, KV_HEADS * form.each, form.length, form.dim), form.dtype)
     inputs = [q, arena, arena, mx.zeros((rows, room), mx.int32), mx.zeros((max(rows, 8),), mx.int32)]
     parts = [mx.zeros(size) for size in found.parts["output_shapes"]]

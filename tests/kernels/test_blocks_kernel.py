@@ -11,11 +11,11 @@ from mlx_lm_tiered.kernels.blocks import Form
 
 BF16, FP16, FP32 = mx.bfloat16, mx.float16, mx.float32
 # Every head dimension, block, type, and kind of sharing among query heads.
-FORMS = [Form(64, 1, 16, FP32, 0.11), Form(128, 4, 64, FP32, 0.11), Form(256, 6, 1, FP32, 0.07), Form(64, 2, 32, FP32, 0.11, 8)]
+FORMS = [Form(64, 1, 16, FP32, 0.11), Form(128, 4, 64, FP32, 0.11), Form(256, 6, 1, FP32, 0.07, heads_first=True), Form(64, 2, 32, FP32, 0.11, 8)]
 HALVES = [
     Form(128, 4, 256, BF16, 0.09), Form(128, 8, 32, BF16, 0.09), Form(64, 16, 1, BF16, 0.12), Form(80, 3, 16, BF16, 0.11),
     Form(96, 5, 128, FP16, 0.1), Form(256, 2, 16, FP16, 0.06), Form(256, 8, 5, BF16, 0.06),
-    Form(64, 4, 16, FP16, 0.12, 3),
+    Form(64, 4, 16, FP16, 0.12, 3, heads_first=True),
 ]  # fmt: skip
 LENGTHS = (0, 1, 16, 17, 77, 131, 300)
 ROOM = 320
@@ -41,11 +41,15 @@ def made(form: Form, lengths: tuple[int, ...], seed: int = 0) -> tuple[mx.array,
             for arena in arenas:
                 arena[table[row, place // form.block], :, place % form.block] = random.normal(0.3, 2, (block_dialects.KV_HEADS, form.dim))
     q = random.normal(size=(len(lengths), block_dialects.KV_HEADS * form.each, form.length, form.dim))
+    if form.heads_first:
+        arenas = [np.ascontiguousarray(arena.swapaxes(0, 1)).reshape(1, block_dialects.KV_HEADS, -1, form.dim) for arena in arenas]
     return mx.array(q, form.dtype), mx.array(arenas[0], form.dtype), mx.array(arenas[1], form.dtype), table, np.array(lengths, np.int32)
 
 
 def expected(form: Form, q: mx.array, keys: mx.array, values: mx.array, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     queries, k, v = (np.array(a.astype(mx.float32)).astype(np.float64) for a in (q, keys, values))
+    if form.heads_first:
+        k, v = (side.reshape(block_dialects.KV_HEADS, -1, form.block, form.dim).swapaxes(0, 1) for side in (k, v))
     out = np.zeros(q.shape)
     for row, n in enumerate(lengths):
         held = table[row, : -(-n // form.block)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import mlx.core as mx
 import pytest
 
-from mlx_lm_tiered.bench import decode_model, kernels
+from mlx_lm_tiered.bench import block_kernels, decode_model, kernels
 from mlx_lm_tiered.cli import main
 from mlx_lm_tiered.kernels import choice
 from mlx_lm_tiered.kernels.layout import Layout
@@ -48,3 +51,28 @@ def test_steps_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     result = decode_model.run([32], ["bf16", "affine:4", "turbo"], layers=2, hidden=64)
     assert [(row["batch"], row["scheme"]) for row in result["rows"]] == [(batch, name) for batch in (False, True) for name in ("bf16", "affine:4", "turbo")] and result["failed"] == 0
     assert result["rows"][0]["ratio_to_first"] == 1 and all(row["ms_per_token"] > 0 for row in result["rows"])
+
+
+def test_attention_over_blocks_is_tested_and_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"CALLS": 2, "REPEATS": 1, "HEADS": 8, "KV_HEADS": 2, "DIM": 64}.items():
+        monkeypatch.setattr(kernels, name, value)
+    small = {"HEADS": 8, "KV_HEADS": 2, "DIM": 64, "BEYOND_CACHE": 1, "MIXED": (16, 40), "SHAPES": ((2, 6), (4, 3)), "SPLITS": (1, 2, 33), "TOKENS": 4, "CONTEXTS": (64,)}
+    for name, value in small.items():
+        monkeypatch.setattr(block_kernels, name, value)
+    asked = []
+
+    def attend(q: mx.array, *pool: Any) -> mx.array:
+        asked.append((q.shape, pool[-1]))
+        return q + 0
+
+    monkeypatch.setattr(block_kernels.blocks, "decode", attend)
+    monkeypatch.setattr(block_kernels, "forms", lambda: [block_kernels.form_of(64, 2, 16)])
+    monkeypatch.setattr(block_kernels.block_check, "decode", lambda q, *rest: q)
+    rows = block_kernels.run([64])
+    assert [row["what"] for row in rows] == ["64 plain, sdpa", "64 blocks", "2 rows of 16 to 40", "16384 blocks, 4 queries"]
+    assert all(row["us"] > row["build_us"] > 0 and row["tb_s"] > 0 and not row["ok"] for row in rows) and "heads first" not in capsys.readouterr().out
+    assert {shape for shape, _ in asked} == {(1, 8, 1, 64), (2, 8, 1, 64), (1, 8, 4, 64)}
+    asked.clear()
+    found = block_kernels.sweep([64])
+    assert {(row["warps"], row["splits"], row["resident"]) for row in found} == {(2, 1, 6), (2, 2, 6), (4, 1, 3), (4, 2, 3)}
+    assert {tuning for _, tuning in asked} == {(row["warps"], row["splits"], row["resident"]) for row in found}
