@@ -2,10 +2,9 @@
 
 Per block of threads: up to 8 queries of one KV head of one row, of several heads and, to
 verify drafts, of several tokens. Each warp takes 16 tokens at a time; warps of all splits
-take turns. Both products are tensor-core ones, of
-numbers as they are loaded: 16-bit keys times queries are exact, sums are in fp32, and a
-weight is two numbers of the values' type, or one where more than four queries share a KV
-head. fp32 goes in as three numbers of bf16 each. Which dimension goes to which row of a
+take turns. Both products are tensor-core ones, of numbers as they are loaded: 16-bit keys
+times queries are exact, sums are in fp32, and a weight is two numbers of the values'
+type. fp32 goes in as three numbers of bf16 each. Which dimension goes to which row of a
 fragment is ours to choose, so each lane loads 16 bytes at a time and exchanges none.
 """
 
