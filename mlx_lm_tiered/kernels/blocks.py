@@ -1,4 +1,4 @@
-"""Decode attention over blocks of plain keys and values, by a table, without gathering them: `blocks.body`, merged by `merge.body`.
+"""Decode attention over blocks of plain keys and values, by a table, without gathering them: `blocks.body`, merged as `decode.py` does.
 
 Per block of threads: up to 8 queries of one KV head of one row, of several heads and, to
 verify drafts, of several tokens. Each warp takes 16 tokens at a time; warps of all splits
@@ -13,18 +13,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from . import source
-from .decode import LEAST_ELEMENTS, MOST_SHARED, MOST_SPLITS, dialect
+from .decode import COUNTERS, LEAST_COUNTERS, LEAST_ELEMENTS, MOST_SHARED, MOST_SPLITS, PARTS, dialect
 from .tuning import METAL_BLOCKS, MULTIPROCESSORS, TOKENS, Tuning
 
 DIMS = (64, 80, 96, 128, 256)
 MOST_EACH, MOST_LENGTH = 16, 8
 INPUTS = ("q", "keys", "values", "table", "lengths")
-PARTS = ("po", "pm", "pl")
 _FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 # Blocks of four warps that a multiprocessor's registers hold, by the bytes of a head up to which they do.
 RESIDENT = ((192, 4), (256, 3), (1024, 2))
@@ -82,11 +82,18 @@ def queries_of_a_block(form: Form) -> int:
     return min(form.shared, 4 if form.dtype == mx.float32 else 8)
 
 
+def merged(language: str, form: Form) -> bool:
+    """Whether one kernel does all."""
+    return language == "cuda" and form.dim % 32 == 0
+
+
 @cache
 def warps_that_fit(language: str, form: Form, wanted: int) -> int:
     """At most `wanted` warps, and no more than whose outputs a block's memory holds beside its queries (`blocks.body`)."""
     sets = 2 if form.dtype == mx.float32 else 1
     left = MOST_SHARED[language] - 4 * sets * 8 * (form.dim // 2 + 8)
+    if merged(language, form):
+        left -= 4 * (queries_of_a_block(form) * (MOST_SPLITS + 1) + 1)
     while wanted > 1 and wanted * 4 * queries_of_a_block(form) * (form.dim + 10) > left:
         wanted //= 2
     return wanted
@@ -123,6 +130,10 @@ def options(language: str, rows: int, kv_heads: int, form: Form, tuning: Tuning)
         "grid": (splits * 32 * warps, rows * kv_heads, -(-form.shared // queries_of_a_block(form))), "threadgroup": (32 * warps, 1, 1),
         "output_shapes": [(all_queries, splits, dim), (all_queries, splits), (all_queries, splits)], "output_dtypes": [mx.float32] * 3,
     }  # fmt: skip
+    if merged(language, form):
+        parts_constants["T"] = form.dtype
+        parts["output_shapes"] = [(rows, heads, form.length, dim), (all_queries * splits * (dim + 2),)]
+        parts["output_dtypes"] = [form.dtype, mx.float32]
     threads = 4 * dim
     # Parts have their dimensions in order, which is what these pieces mean to the merge.
     merge_constants = {"D": dim, "CH": 1, "PIECE": 16, "THREADS": threads, "T": form.dtype}
@@ -130,11 +141,24 @@ def options(language: str, rows: int, kv_heads: int, form: Form, tuning: Tuning)
     return Options(parts, parts_constants, merge, merge_constants, (warps, tuning.resident if warps == tuning.warps else 0))
 
 
-def kernels(language: str, found: Options) -> tuple[Any, Any]:
-    """mlx's two for these options."""
-    parts = source.kernel(language, ("blocks.body",), tuple(found.parts_constants.items()), INPUTS, PARTS, found.bounds)
-    merge = source.kernel(language, ("merge.body", "written.body"), tuple(found.merge_constants.items()), PARTS, ("out",))
-    return parts, merge
+def texts(language: str, form: Form) -> tuple[str, ...]:
+    """Files of the first kernel."""
+    return ("scratch.body", "blocks.body", "last.body", "upright.body") if merged(language, form) else ("blocks.body",)
+
+
+def inputs(language: str, form: Form) -> tuple[str, ...]:
+    """Names of what the first kernel is given."""
+    return (*INPUTS, "done") if merged(language, form) else INPUTS
+
+
+def kernels(language: str, form: Form, found: Options) -> tuple[Any, Any]:
+    """mlx's two for these options; None for the second where the first does all."""
+    alone = merged(language, form)
+    outputs = ("out", "parts") if alone else tuple(PARTS)
+    parts = source.kernel(language, texts(language, form), tuple(found.parts_constants.items()), inputs(language, form), outputs, found.bounds)
+    if alone:
+        return parts, None
+    return parts, source.kernel(language, ("merge.body", "written.body"), tuple(found.merge_constants.items()), tuple(PARTS), ("out",))
 
 
 class Step:
@@ -144,6 +168,7 @@ class Step:
         self._rows, self._kv_heads, self._form = rows, kv_heads, form
         self._units = rows * kv_heads * -(-form.shared // queries_of_a_block(form))
         self._language = dialect()
+        self._counters = cycle(_counters(max(LEAST_COUNTERS, self._units)) if merged(self._language, form) else [None])
         self._calls: dict[Tuning, Callable[[list[mx.array]], mx.array]] = {}
         self._tuned: dict[int, Callable[[list[mx.array]], mx.array]] = {}
 
@@ -167,11 +192,23 @@ class Step:
     def _made(self, tuning: Tuning) -> Callable[[list[mx.array]], mx.array]:
         call = self._calls.get(tuning)
         if call is None:
-            found = options(self._language, self._rows, self._kv_heads, self._form, tuning)
-            first, second = kernels(self._language, found)
-            parts, merge = found.parts, found.merge
-            call = self._calls[tuning] = lambda inputs: second(inputs=first(inputs=inputs, **parts), **merge)[0]
+            call = self._calls[tuning] = self._compiled(tuning)
         return call
+
+    def _compiled(self, tuning: Tuning) -> Callable[[list[mx.array]], mx.array]:
+        found, counters = options(self._language, self._rows, self._kv_heads, self._form, tuning), self._counters
+        first, second = kernels(self._language, self._form, found)
+        parts, merge = found.parts, found.merge
+        if second is None:
+            return lambda inputs: first(inputs=[*inputs, next(counters)], **parts)[0]
+        return lambda inputs: second(inputs=first(inputs=inputs, **parts), **merge)[0]
+
+
+def _counters(size: int) -> list[mx.array]:
+    """Arrays of zeros, to which kernels that count in them bring them back."""
+    found = [mx.zeros((size,), mx.uint32) for _ in range(COUNTERS)]
+    mx.eval(found)
+    return found
 
 
 @cache
