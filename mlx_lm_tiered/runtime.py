@@ -350,7 +350,7 @@ class Runtime:
         from .paged.scheme import Pages
 
         size = self.settings.paged_kv_pool
-        self._pages = Pages(self.settings.paged_kv_block_size, default_ram_bytes() if size is None else size, self.statistics)
+        self._pages = Pages(self.settings.paged_kv_block_size, default_ram_bytes() if size is None else size, self.statistics, self.settings.kernels)
         self._blocks = Blocks(self._pages, lambda: [entry for cache in list(self._caches) for entry in cache.entries()], self._relief.until, self._lender)
         return self._pages
 

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 from mlx_lm_hooks import Admission, Refused
 
-from .pool import Pool, PoolExhausted
+from .pool import RETRY_AFTER, Pool, PoolExhausted
 from .scheme import Pages, storage_of
 from .table import Storage, Table
 
-# Seconds that a request waits at most, and after which a refused one may try again.
-PATIENCE, RETRY_AFTER = 120.0, 10
+# Seconds that a request waits at most.
+PATIENCE = 120.0
 # Seconds between two looks at what could be made free.
 LOOK_AGAIN = 0.02
 # Tokens of a reply that nothing bounds: more are taken as they come.

@@ -13,6 +13,10 @@ from .cache import PagedKVCache, append, read
 from .table import Storage, Table
 
 
+# Tokens of a step up to which a row's blocks are left to a kernel; prefills gather.
+FEW = 8
+
+
 class BatchPagedKVCache(_BaseCache):
     """Stands for mlx-lm's BatchKVCache of one layer.
 
@@ -27,6 +31,7 @@ class BatchPagedKVCache(_BaseCache):
             if table.lengths[layer] is None:
                 table.lengths[layer] = 0
         self._last: tuple[list[int], list[int], int] = (self.lengths, [0] * len(self.tables), 0)  # of the last update: tokens of each row before, new ones, and the most
+        self._apart = False  # whether what was fetched last are `Rows`
         self._coming: list[int] | None = None  # tokens that each row still gets, where rows are padded on the right
 
     @property
@@ -45,7 +50,7 @@ class BatchPagedKVCache(_BaseCache):
     @property
     def bits(self) -> int:
         """Tells mlx-lm's attention of keys that are no arrays; there is no such attribute where they are."""
-        if len(self.tables) == 1 or self.storage.padded:
+        if not self._apart:
             raise AttributeError("bits")
         return 0
 
@@ -77,14 +82,19 @@ class BatchPagedKVCache(_BaseCache):
         return self._fetched(*self._last)
 
     def _fetched(self, before: list[int], counts: list[int], tokens: int) -> tuple[Any, Any]:
-        if len(self.tables) == 1:
+        self._apart = not self.storage.padded and (len(self.tables) > 1 or self._in_pieces(tokens))
+        if len(self.tables) == 1 and not self._apart:
             return read(self.tables[0], self.layer)
-        if not self.storage.padded:
+        if self._apart:
             rows = Rows(self.tables, self.layer, before, counts)
             return rows, rows
         longest = max(before) + tokens
         slots = [_slots(table, at, at + count, max(before) - at, longest) for table, at, count in zip(self.tables, before, counts, strict=True)]
         return self.storage.arenas.padded(self.layer, mx.array(slots))
+
+    def _in_pieces(self, tokens: int) -> bool:
+        """Whether a kernel may read one row's blocks, which would have to be gathered."""
+        return self.storage.attend is not None and tokens <= FEW and len(self.tables[0].slots(0, self.tables[0].length(self.layer))) > 1
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **options: Any) -> Any:
         """As for one sequence where every row is masked alike; else an array over tokens that are padded on the left."""

@@ -11,14 +11,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from mlx_lm_hooks import Refused
+
 _FREE = re.compile(rb"\x01+")
 
 
-class PoolExhausted(RuntimeError):
-    """More blocks were needed than there are: `needed`, of which `free` could be had, in a pool of `total`."""
+RETRY_AFTER = 10  # seconds
+
+
+class PoolExhausted(Refused):
+    """More blocks were needed than there are: `needed`, of which `free` could be had, in a pool of `total`. Who asked for them is answered with 503."""
 
     def __init__(self, needed: int, free: int, total: int):
-        super().__init__(f"{needed} blocks of KV were needed and {free} of {total} were free (--paged-kv-pool)")
+        super().__init__(503, f"{needed} blocks of KV were needed and {free} of {total} were free (--paged-kv-pool); try again later", RETRY_AFTER)
         self.needed, self.free, self.total = needed, free, total
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..caches import nested
 from ..caches.kind import kind_named, register
 from ..caches.paged import KINDS
+from ..kernels.choice import Kernels
 from ..schemes.convert import leaves, mapped
 from ..statistics import Statistics
 from . import attention, plan
@@ -36,9 +37,10 @@ class Pages:
 
     start = 0
 
-    def __init__(self, block: int, nbytes: int, statistics: Statistics):
+    def __init__(self, block: int, nbytes: int, statistics: Statistics, kernels: str = "auto"):
         self.block, self.nbytes = block, nbytes
         self._statistics = statistics
+        self._kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text))
         self.relieve: Callable[[Pool, int], None] | None = None  # to have blocks let go (see `Pool`)
         self.storages: dict[Path | None, Storage] = {}  # of the models that are loaded
 
@@ -123,6 +125,7 @@ class Pages:
         """What `/stats` answers, of all pools. Any thread."""
         storages = list(self.storages.values())
         return {
+            "kernels": self._kernels.state,
             "block_tokens": self.block,
             "block_bytes": max((storage.arenas.block_bytes for storage in storages), default=0),
             "blocks": sum(storage.pool.total for storage in storages),
@@ -148,6 +151,10 @@ class Pages:
                 if blocks < 1:
                     raise ValueError(f"--paged-kv-pool is {self.nbytes} bytes, and a block of {self.block} tokens takes {made.token_bytes * self.block}")
                 storage = made.storage(blocks, self.block)
+                if self._kernels.state == "on":
+                    from .kernel import OverBlocks
+
+                    storage.attend = OverBlocks(self._kernels)
                 storage.pool.relieve = lambda missing: self.relieve(storage.pool, missing) if self.relieve is not None else None
                 for layer in range(len(made.paged)):
                     storage.arenas.settle(layer)  # now, so that the memory guard sees what the pool takes

@@ -32,11 +32,16 @@ def together(server: Server, texts=TEXTS, count: int = 24) -> list[list[int]]:
         return [answer.tokens for answer in pool.map(lambda text: ask(server, text, count), texts)]
 
 
-def patiently(server: Server, text: str) -> list[int]:
+def conversation(number: int) -> list[dict[str, str]]:
+    """One of four system prompts, and a question."""
+    return [{"role": "system", "content": document(200, start=100 * (number % 4))}, {"role": "user", "content": document(60 + 10 * (number % 7), start=300 * (number % 40))}]
+
+
+def patiently(server: Server, messages: list[dict[str, str]]) -> list[int]:
     """A short reply; connecting again where the system turned the connection away, as mlx-lm's server has a short queue of them."""
     while True:
         try:
-            return ask(server, text, 8).tokens
+            return server.chat(messages, max_tokens=8, tokens=True, logit_bias=ENDLESS).tokens
         except ConnectionError:
             time.sleep(0.05)
 
@@ -93,11 +98,11 @@ def test_every_tier_gives_the_tokens_of_plain_caches(family, cache_dir, tmp_path
 
 def test_more_requests_than_blocks(tiny_llama, tmp_path):
     """Many requests on a pool for few: each gets its right tokens, waits its turn, and leaves nothing behind."""
-    texts = [document(200 + 10 * (i % 7), start=300 * (i % 40)) for i in range(60)]
+    texts = [conversation(i) for i in range(60)]
     with stock(tiny_llama, tmp_path / "stock") as server:
         with ThreadPoolExecutor(8) as pool:
-            expected = list(pool.map(lambda text: ask(server, text, 8).tokens, texts))
-    with tiered(tiny_llama, None, "--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "800kB", log=tmp_path / "log") as server:
+            expected = list(pool.map(lambda text: patiently(server, text), texts))
+    with tiered(tiny_llama, None, "--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "900kB", "--speculation", "ngram", log=tmp_path / "log") as server:
         total = server.stats()["paged"]
         assert total["blocks"] == 0, "no model asked for caches yet"
         with ThreadPoolExecutor(CLIENTS) as pool:
@@ -109,7 +114,19 @@ def test_more_requests_than_blocks(tiny_llama, tmp_path):
         with pytest.raises(RequestFailed) as caught:
             ask(server, document(3000), 2000)
         assert caught.value.status == 400 and "blocks of 16 tokens, more than the" in str(caught.value)
-        assert ask(server, texts[0], 8).tokens == expected[0]
+        assert patiently(server, texts[0]) == expected[0]
+
+
+def test_a_model_takes_its_pool_along_when_another_comes(tiny_llama, tiny_lfm2, tmp_path):
+    with tiered(tiny_llama, None, *PAGED, log=tmp_path / "log") as server:
+        first = ask(server, TEXTS[0])
+        blocks = server.stats()["paged"]["blocks"]
+        other = ask(server, TEXTS[0], model=str(tiny_lfm2))
+        paged = server.stats()["paged"]
+        assert other.tokens and 0 < paged["blocks"] != blocks, "one pool, of the model that is loaded"
+        again = ask(server, TEXTS[0], model=str(tiny_llama))
+        assert again.tokens == first.tokens and again.cached_tokens == 0
+        assert ask(server, TEXTS[0], model=str(tiny_llama)).cached_tokens > 0 and server.stats()["faults"] == {}
 
 
 def test_a_client_that_goes_away_in_prefill_or_while_it_waits_leaves_no_promise(tiny_llama, tmp_path):

@@ -1,0 +1,22 @@
+"""``mlx_lm.tiered bench paged`` with small numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from support.models import TINY
+
+
+def test_its_figures(tmp_path):
+    file = tmp_path / "figures.json"
+    flags = ["--context", "200", "--longest", "256", "--shared", "300", "--own", "20", "--decode-tokens", "4", "--block", "16", "--repeats", "2", "--json", str(file)]
+    command = [sys.executable, "-m", "mlx_lm_tiered.cli", "bench", "paged", "--model", str(TINY["llama"]), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    found = json.loads(file.read_text())
+    assert found["decode_ratio_b1"] > 0.3 and found["decode_ratio_b1_min"] <= found["decode_ratio_b1"] <= found["decode_ratio_b1_max"]
+    # A block that is not full for each row, and one that the prompt ends in.
+    assert 1 <= found["mixed_lengths_kv_ratio"] < 1.2 < found["mixed_lengths_padded_ratio"]
+    assert 1 <= found["shared_prefix_kv_ratio"] < 1.8 and found["shared_prefix_ttft_ratio"] < 1
