@@ -40,7 +40,7 @@ MIXED, SHARING = 8, 16
 STEPS = 16
 
 
-def run(model_path: Path | None, context: int = 4096, longest: int = 8192, shared: int = 8192, own: int = 256, decode: int = 64, block: int = 256, repeats: int = 5, model: Any = None) -> dict[str, Any]:
+def run(model_path: Path | None, context: int = 4096, longest: int = 8192, shared: int = 8192, own: int = 64, decode: int = 64, block: int = 64, repeats: int = 5, model: Any = None) -> dict[str, Any]:
     """Measure it, of a model on disk or of `model`. Raises ValueError for a model that paging cannot serve."""
     upstream = base.quantized_scaled_dot_product_attention
     base.quantized_scaled_dot_product_attention = build(upstream)

@@ -25,7 +25,7 @@ from .turbo import KINDS as TURBO
 
 __all__ = [
     "Dump", "Dumped", "InconsistentLength", "Kind", "Later", "Tensor", "UnknownCacheClass", "can_cut", "check", "dump", "kind_of",
-    "kinds", "lend", "length", "load", "made", "merge_row", "minimum_reusable", "nbytes", "observe", "quantized", "register", "shared",
+    "kinds", "lend", "length", "load", "made", "merge_row", "minimum_reusable", "nbytes", "observe", "quantized", "register", "rest", "shared",
     "signatures", "stay_cuttable", "stored_signatures",
 ]  # fmt: skip
 
@@ -132,6 +132,12 @@ def observe(caches: Sequence[Any]) -> None:
     """Note conversions that bound reuse; called after each chunk of a prefill."""
     for c in caches:
         kind_of(c).observe(c)
+
+
+def rest(caches: Sequence[Any]) -> None:
+    """The caches are stored: nothing will be written to them any more."""
+    for c in caches:
+        kind_of(c).rest(c)
 
 
 def merge_row(caches: Sequence[Any]) -> list[Any] | None:

@@ -125,6 +125,9 @@ class Kind:
     def observe(self, cache: Any) -> None:
         """Note what bounds the reuse of a cache that just took a chunk of tokens."""
 
+    def rest(self, cache: Any) -> None:
+        """The cache is stored: nothing will be written to it any more."""
+
     def order(self, cache: Any) -> None:
         """Before a chunk of several tokens: put what upstream's mask for such a chunk expects in order into that order."""
 

@@ -109,6 +109,10 @@ class ListKind(Kind):
         for c in cache.caches:
             kind_of(c).observe(c)
 
+    def rest(self, cache: Any) -> None:
+        for c in cache.caches:
+            kind_of(c).rest(c)
+
     def lend(self, cache: Any, n: int | None = None) -> Any:
         return type(cache)(*lend_all(cache.caches, n))
 

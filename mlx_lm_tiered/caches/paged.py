@@ -61,6 +61,9 @@ class PagedKind(Trimmed):
         size = cache.storage.arenas.layer_bytes(cache.layer)
         return {(id(cache.storage), cache.layer, block): size for block in cache.table.blocks}
 
+    def rest(self, cache: Any) -> None:
+        cache.table.reservation = None  # what a request that was not in a batch had left
+
     def row(self, cache: Any) -> Any | None:
         return type(cache).merge([cache])
 

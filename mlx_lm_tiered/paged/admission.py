@@ -19,8 +19,8 @@ from .table import Storage, Table
 
 # Seconds that a request waits at most.
 PATIENCE = 120.0
-# Seconds between two looks at what could be made free.
-LOOK_AGAIN = 0.02
+# Between two looks at what could be made free: so many times as long as the last one took, and no less than so many seconds.
+LOOK_AGAIN, LEAST = 20, 0.005
 # Tokens of a reply that nothing bounds: more are taken as they come.
 UNBOUNDED = 256
 
@@ -47,7 +47,7 @@ class Blocks:
         self._entries, self._make_room, self._lender, self._clock = entries, make_room, lender, clock
         self._line: deque[Waiting] = deque()  # in the order they came
         self._counts: Counter[str] = Counter()
-        self._looked: tuple[float, int] = (-LOOK_AGAIN, 0)
+        self._look_at = 0.0
         pages.relieve = self._relieve
 
     def wait(self, source: Any, tokens: Sequence[int], max_tokens: int) -> Waiting | None:
@@ -108,11 +108,15 @@ class Blocks:
         if not self._line or self._line[0] is not waiting:
             return waiting not in self._line
         now = self._clock()
-        if now - self._looked[0] < LOOK_AGAIN and now < waiting.until:
-            return False
-        self._looked = now, 0
-        if now < waiting.until and not self._fits(waiting) and not self._idle(waiting.storage):
-            return False
+        if now < waiting.until:
+            if now < self._look_at:
+                return False
+            stays = not self._fits(waiting) and not self._idle(waiting.storage)
+            after = self._clock()
+            self._look_at = after + max(LEAST, LOOK_AGAIN * (after - now))
+            if stays:
+                return False
+            self._look_at = 0.0  # the next in line may fit as well
         self.leave(waiting)
         return True
 

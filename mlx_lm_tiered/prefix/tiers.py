@@ -288,6 +288,7 @@ class TieredPrefixCache:
         if covering is not None and covering.length > held:
             self.ram.touch(covering)
             return
+        kinds.rest(caches)
         entry = Entry(namespace, source, key, held, caches, role, companion)
         self._statistics.count("puts")
         if not self.ram.put(entry):
