@@ -77,10 +77,11 @@ def test_one_row_is_a_view_where_it_is_one_run_and_the_kernels_where_it_is_not(s
     held = storage.pool.take(4, after=batch[0].tables[0].blocks[-1])
     row = kinds.merge_row(fork)
     assert row is not None
-    expected = forward("dense", batch, [9])
+    # The batch writes first, and so copies its last block, to behind those in the way.
+    found = forward("dense", batch, [9])
     storage.pool.let_go(held)
-    assert mx.allclose(forward("dense", row, [9]), expected, atol=2e-3)
-    assert kernels.calls == [(1, 1)] * 3 and hasattr(row[0], "bits")
+    assert mx.allclose(found, forward("dense", row, [9]), atol=2e-3)
+    assert kernels.calls == [(1, 1)] * 3 and hasattr(batch[0], "bits") and not hasattr(row[0], "bits")
 
 
 def test_prefills_of_rows_and_padded_rows_are_not(storage):
