@@ -50,7 +50,7 @@ FINGERPRINTS = {"whole": "0" * 31 + "1", "chain": "0" * 31 + "2"}
 
 
 def run(
-    tokens: int = 6000, layers: int = 32, heads: int = 8, head_dim: int = 128, segments: int = 8, repeats: int = 7, directory: Path | None = None
+    tokens: int = 6000, layers: int = 32, heads: int = 8, head_dim: int = 128, segments: int = 8, repeats: int = 12, directory: Path | None = None
 ) -> dict[str, Any]:
     """Measure it. `directory` (default: a new temporary one) says on which disk. Times are seconds, speeds bytes a second. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="mlx-lm-tiered-bench-", dir=directory) as scratch:
@@ -97,11 +97,11 @@ def _report(times: dict[str, list[float]], prefix: str, temperature: str, size: 
 
 
 def _alternate(reads: dict[str, Callable[[], Any]], repeats: int, cold: Path | None) -> dict[str, list[float]]:
-    """Each read's seconds, in turns that begin with another each time; empty when the page cache cannot be dropped."""
+    """Each read's seconds, in turns to and fro, so that those compared stand close to each other and each as often first; empty when the page cache cannot be dropped."""
     names = list(reads)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-1, repeats):
-        for name in [names[(number + i) % len(names)] for i in range(len(names))]:
+        for name in names if number % 2 else names[::-1]:
             if cold is not None and not drop_page_cache(cold):
                 return {}
             _give_back_memory()

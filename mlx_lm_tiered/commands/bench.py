@@ -92,7 +92,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     count(restoring, "--tokens", 6000, "tokens of the entry, each 131 kB")
     count(restoring, "--segments", 8, "files of the chain")
-    count(restoring, "--repeats", 7, "rounds, each with every way to read", "R")
+    count(restoring, "--repeats", 12, "rounds, each with every way to read", "R")
     restoring.add_argument("--directory", type=Path, metavar="DIR", help="make the files in a temporary directory under DIR")
     restoring.set_defaults(run=run_bench_restore)
     endurance.add_parsers(benches)
