@@ -28,7 +28,7 @@ VOCABULARY = 32000
 
 def run(contexts: Sequence[int] = (16384, 65536), schemes: Sequence[str] = SCHEMES, layers: int = 32, hidden: int = 4096) -> Any:
     """One row a context and scheme, over caches of one sequence and as the one row of a batch, which a server has: milliseconds a token, medians over rounds in which the schemes take turns; and `failed`, kernels that are off."""
-    model = _model(layers, hidden)
+    model = random_llama(layers, hidden)
     warnings: list[str] = []
     kernels = Kernels("auto", warnings.append)
     upstream = base.quantized_scaled_dot_product_attention
@@ -59,7 +59,8 @@ def _ratio(times: dict[str, list[float]], name: str) -> float:
     return median(a / b for a, b in zip(first, times[name], strict=True))
 
 
-def _model(layers: int, hidden: int) -> Any:
+def random_llama(layers: int, hidden: int) -> Any:
+    """A Llama of random weights in bf16, with the attention of an 8B one."""
     shape = llama.ModelArgs(
         model_type="llama", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=hidden * 7 // 2, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, head_dim=DIM, rms_norm_eps=1e-5, vocab_size=VOCABULARY, rope_theta=500000.0, tie_word_embeddings=False,

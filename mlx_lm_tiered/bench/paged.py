@@ -1,7 +1,9 @@
 """Paged KV beside plain caches, in this process, with mlx-lm's batches as its server has them.
 
 ``decode_ratio_b1`` is a decode step over plain caches over one over blocks, of one row
-after `context` tokens; pairs in turns.
+after `context` tokens; pairs in turns. With `steps` of a model of random weights, whose
+caches are filled with random numbers, ``pieces_ratio`` is the same where no two blocks lie side by side, which a
+kernel reads where the device has one, and mlx gathers otherwise.
 
 ``mixed_lengths_kv_ratio`` is the most bytes that blocks take while 8 requests of
 different lengths are served at once, over what their tokens take, the end of each
@@ -16,6 +18,7 @@ found the prompt stored, each alone, over that of the first.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,13 +30,17 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.kernels.choice import Kernels
 from mlx_lm_tiered.paged import plan
 from mlx_lm_tiered.paged import scheme as _registers_kinds  # noqa: F401
 from mlx_lm_tiered.paged.attention import build
+from mlx_lm_tiered.paged.kernel import OverBlocks
 from mlx_lm_tiered.paged.table import Storage
 
 from .in_process import loaded
 from .report import spread
+
+logger = logging.getLogger("mlx_lm_tiered")
 
 CHUNK = 2048
 MIXED, SHARING = 8, 16
@@ -51,7 +58,8 @@ def run(model_path: Path | None, context: int = 4096, longest: int = 8192, share
         found = plan.make(model, make_prompt_cache(model))
         if found is None:
             raise ValueError("none of the model's caches is of full attention")
-        bench = _Bench(model, found, block)
+        kernels = Kernels("auto", logger.warning)
+        bench = _Bench(model, found, block, OverBlocks(kernels) if kernels.state == "on" else None)
         return {
             "bench": "paged", "context": context, "block": block, "device": str(mx.default_device()),
             **bench.alone(context, repeats), **bench.mixed(longest, decode), **bench.shared(shared, own, decode),
@@ -60,16 +68,47 @@ def run(model_path: Path | None, context: int = 4096, longest: int = 8192, share
         base.quantized_scaled_dot_product_attention = upstream
 
 
-class _Bench:
-    def __init__(self, model: Any, found: plan.Plan, block: int):
-        self._model, self._plan, self._block = model, found, block
+def steps(contexts: Sequence[int] = (16384, 65536), layers: int = 32, hidden: int = 4096, block: int = 256, repeats: int = 5) -> dict[str, Any]:
+    """Decode steps of an 8B Llama's shape (or another) with random weights in bf16: one row a context."""
+    from .decode_model import random_llama
 
-    def alone(self, context: int, repeats: int) -> dict[str, float]:
-        """Steps of one row, in pairs that take turns."""
-        storage = self._storage(context + (repeats + 1) * 2 * STEPS + self._block)
+    upstream = base.quantized_scaled_dot_product_attention
+    base.quantized_scaled_dot_product_attention = build(upstream)
+    faults: list[str] = []
+    try:
+        model = random_llama(layers, hidden)
+        found = plan.make(model, make_prompt_cache(model))
+        assert found is not None
+        kernels = Kernels("auto", faults.append)
+        rows = []
+        for context in contexts:
+            bench = _Bench(model, found, block, OverBlocks(kernels) if kernels.state == "on" else None)
+            whole = bench.alone(context, repeats, filled=True)
+            pieces = bench.alone(context, repeats, filled=True, apart=True)
+            rows.append({"tokens": context, **whole, "pieces_ratio": pieces["decode_ratio_b1"], "pieces_step_ms": pieces["paged_step_ms"]})
+            mx.clear_cache()
+        return {"bench": "paged", "block": block, "layers": layers, "hidden": hidden, "kernels": kernels.state, "failed": kernels.failed, "faults": faults, "rows": rows}
+    finally:
+        base.quantized_scaled_dot_product_attention = upstream
+
+
+class _Bench:
+    def __init__(self, model: Any, found: plan.Plan, block: int, attend: Any = None):
+        self._model, self._plan, self._block, self._attend = model, found, block, attend
+
+    def alone(self, context: int, repeats: int, filled: bool = False, apart: bool = False) -> dict[str, float]:
+        """Steps of one row, in pairs that take turns; after a prefill, or over caches `filled` with random numbers. `apart`: no two blocks lie side by side."""
+        tokens = context + (repeats + 1) * 2 * STEPS + self._block
+        storage = self._storage(tokens * 2 if apart else tokens)
+        if apart:
+            held = storage.pool.take(storage.pool.total)
+            storage.pool.let_go(held[::2])
         rows = []
         for caches in (make_prompt_cache(self._model), self._plan.apply(make_prompt_cache(self._model), storage)):
-            self._prefill(caches, _text(context, 0))
+            if filled:
+                self._fill(caches, context)
+            else:
+                self._prefill(caches, _text(context, 0))
             row = kinds.merge_row(caches)
             assert row is not None
             rows.append(row)
@@ -121,7 +160,9 @@ class _Bench:
         return {"shared_prefix_kv_ratio": peak / need, "shared_prefix_ttft_ratio": max(waits) / cold, "shared_prefix_cold_ms": cold * 1e3, "shared_prefix_found_ms": max(waits) * 1e3}
 
     def _storage(self, tokens: int) -> Storage:
-        return self._plan.storage(-(-tokens // self._block) + 1, self._block)
+        storage = self._plan.storage(-(-tokens // self._block) + 1, self._block)
+        storage.attend = self._attend
+        return storage
 
     def _prefill(self, caches: list[Any], tokens: list[int]) -> None:
         logits = None
@@ -130,6 +171,17 @@ class _Bench:
             mx.eval([c.state for c in caches])
             mx.clear_cache()
         mx.eval(logits)
+
+    def _fill(self, caches: list[Any], tokens: int) -> None:
+        """Put random keys and values into caches of full attention."""
+        for cache, sides in zip(caches, self._plan.sides, strict=True):
+            assert sides is not None
+            for at in range(0, tokens, CHUNK):
+                shape = (1, sides.heads, min(CHUNK, tokens - at))
+                keys = mx.random.normal((*shape, sides.key_dim)).astype(sides.key_dtype)
+                values = mx.random.normal((*shape, sides.value_dim)).astype(sides.value_dtype)
+                cache.update_and_fetch(keys, values)
+                mx.eval(cache.state)
 
     def _steps(self, batch: list[Any]) -> float:
         """Seconds a step, the next one queued before the last one's token is read."""

@@ -70,6 +70,10 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(paged, "--decode-tokens", 64, "tokens of each reply")
     count(paged, "--block", 64, "tokens of a block")
     count(paged, "--repeats", 5, "pairs of measurements", "R")
+    paged.add_argument("--model", metavar="DIR", help="directory or hub name of a model")
+    paged.add_argument("--random", metavar="CONTEXTS", help="decode steps only, of an 8B Llama's shape with random weights, after so many tokens each, by commas")
+    count(paged, "--layers", 32, "layers of that model")
+    count(paged, "--hidden", 4096, "its hidden size")
     paged.set_defaults(run=run_bench_paged)
     peak = benches.add_parser("peak", help="peak memory of a long prefill under KV schemes, against that in full precision")
     count(peak, "--tokens", 32768, "tokens of the prompt")
@@ -87,7 +91,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(guard, "--decode-tokens", 600, "tokens decoded in each measurement")
     count(guard, "--repeats", 8, "pairs of measurements", "R")
     guard.set_defaults(run=run_bench_guard)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, paged, concurrent, guard):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, concurrent, guard):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     count(restoring, "--tokens", 6000, "tokens of the entry, each 131 kB")
@@ -230,6 +234,14 @@ def run_bench_paged(args: argparse.Namespace) -> int:
     openblas.load()
     from ..bench import paged
 
+    if args.random:
+        try:
+            contexts = [int(number) for number in args.random.split(",")]
+        except ValueError:
+            return say(f"--random {args.random} is not a list of numbers", 2)
+        return run_rows(args, lambda: paged.steps(contexts, args.layers, args.hidden, args.block, args.repeats))
+    if args.model is None:
+        return say("add --model DIR, or --random CONTEXTS", 2)
     path = Path(model(args.model))
     return run_rows(args, lambda: paged.run(path, args.context, args.longest, args.shared, args.own, args.decode_tokens, args.block, args.repeats))
 

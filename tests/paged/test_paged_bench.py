@@ -20,3 +20,11 @@ def test_its_figures(tmp_path):
     # A block that is not full for each row, and one that the prompt ends in.
     assert 1 <= found["mixed_lengths_kv_ratio"] < 1.2 < found["mixed_lengths_padded_ratio"]
     assert 1 <= found["shared_prefix_kv_ratio"] < 1.8 and found["shared_prefix_ttft_ratio"] < 1
+
+
+def test_steps_of_random_weights():
+    from mlx_lm_tiered.bench import paged
+
+    found = paged.steps([300], layers=1, hidden=128, block=16, repeats=1)
+    (row,) = found["rows"]
+    assert row["tokens"] == 300 and min(row["decode_ratio_b1"], row["pieces_ratio"]) > 0.1 and found["faults"] == []
