@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import _BaseCache, create_attention_mask, create_causal_mask
 
 from .attention import Rows
@@ -88,9 +89,12 @@ class BatchPagedKVCache(_BaseCache):
         if self._apart:
             rows = Rows(self.tables, self.layer, before, counts)
             return rows, rows
-        longest = max(before) + tokens
-        slots = [_slots(table, at, at + count, max(before) - at, longest) for table, at, count in zip(self.tables, before, counts, strict=True)]
-        return self.storage.arenas.padded(self.layer, mx.array(slots))
+        asked = [list(table.blocks) for table in self.tables], before, counts, tokens
+        if self.storage.padding is None or self.storage.padding[0] != asked:
+            width = max(before) + tokens
+            slots = [_slots(table, at + count, max(before) - at, width) for table, at, count in zip(self.tables, before, counts, strict=True)]
+            self.storage.padding = asked, mx.array(np.stack(slots))
+        return self.storage.arenas.padded(self.layer, self.storage.padding[1])
 
     def _in_pieces(self, tokens: int) -> bool:
         """Whether a kernel may read one row's blocks, which would have to be gathered."""
@@ -172,8 +176,10 @@ class BatchPagedKVCache(_BaseCache):
         return own * self.storage.arenas.layer_bytes(self.layer)
 
 
-def _slots(table: Table, start: int, stop: int, left: int, width: int) -> list[int]:
-    """Where a row's tokens are, `left` places before them and as many behind them as make `width`; those have any slot of the row's, whose numbers are finite."""
-    own = [slot for first, last in table.slots(0, stop) for slot in range(first, last)]
-    filler = own[:1] or [0]
-    return filler * left + own + filler * (width - left - len(own))
+def _slots(table: Table, stop: int, left: int, width: int) -> np.ndarray:
+    """Where a row's first `stop` tokens are, `left` places before them and as many behind them as make `width`; those have any slot of the row's, whose numbers are finite."""
+    runs = [np.arange(*run) for run in table.slots(0, stop)]
+    own = np.concatenate(runs) if runs else np.zeros(0, int)
+    slots = np.full(width, own[0] if len(own) else 0, np.int32)
+    slots[left : left + len(own)] = own
+    return slots

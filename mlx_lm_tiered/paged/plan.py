@@ -21,6 +21,8 @@ from .table import Storage, Table
 # What logits may differ by, of their largest, before they are taken for wrong. What is wrong is wrong by far more; the
 # numbers themselves are compared bit for bit by the tests.
 TOLERANCE = 0.05
+# Tokens of the forwards that are compared.
+SEEN = (2, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,10 @@ class Plan:
         table, sides, layers = Table(storage), iter(self.sides), iter(range(len(self.paged)))
 
         def change(leaf: Any) -> Any:
-            return leaf if next(sides) is None else PagedKVCache(table, next(layers))
+            side = next(sides)
+            layer = None if side is None else next(layers)
+            # A ring is made in place of a plain cache where its size is bounded.
+            return leaf if layer is None or type(leaf) is not KVCache else PagedKVCache(table, layer)
 
         return [mapped(cache, change) for cache in caches]
 
@@ -59,7 +64,7 @@ class Plan:
 def make(model: Any, caches: Sequence[Any]) -> Plan | None:
     """The plan for a model, whose fresh `caches` stay unused; None where no cache is of full attention. Raises ValueError with one sentence."""
     plain = copy.deepcopy(list(caches))
-    expected = [_run(model, plain, tokens) for tokens in (2, 1)]
+    expected = [_run(model, plain, tokens) for tokens in SEEN]
     sides = tuple(Sides.of(c.keys, c.values) if type(c) is KVCache and c.keys is not None else None for c in leaves(plain))
     if not any(sides):
         return None
@@ -67,7 +72,7 @@ def make(model: Any, caches: Sequence[Any]) -> Plan | None:
     plan = Plan(sides, layers, padded=False)
     try:
         alone = plan.apply(copy.deepcopy(list(caches)), plan.storage(4, 2))
-        _compare([_run(model, alone, tokens) for tokens in (2, 1)], expected)
+        _compare([_run(model, alone, tokens) for tokens in SEEN], expected)
     except Exception as error:
         raise ValueError(f"the model's attention cannot read paged KV ({type(error).__name__}: {error})") from error
     if not all(hasattr(cache, "merge") for cache in caches):
@@ -76,7 +81,7 @@ def make(model: Any, caches: Sequence[Any]) -> Plan | None:
     for padded in (False, True):
         plan = Plan(sides, layers, padded)
         try:
-            _compare(_rows(model, plan, caches), [expected[0][:, -1:], expected[1]])
+            _compare(_rows(model, plan, caches), [expected[0][:, -1:], *expected[1:]])
             return plan
         except Exception as error:
             reasons.append(error)
@@ -95,8 +100,8 @@ def _run(model: Any, caches: list[Any], tokens: int) -> mx.array:
 
 
 def _rows(model: Any, plan: Plan, caches: Sequence[Any]) -> list[mx.array]:
-    """A row's logits behind its second and its third token, beside a row that is a token longer."""
-    storage = plan.storage(6, 2)
+    """A row's logits of its second token, its third, and two more at once, beside a row that is a token longer and gets one then."""
+    storage = plan.storage(8, 2)
     rows = [plan.apply(copy.deepcopy(list(caches)), storage) for _ in range(2)]
     for row, tokens in zip(rows, (1, 2), strict=True):
         _run(model, row, tokens)
@@ -106,7 +111,13 @@ def _rows(model: Any, plan: Plan, caches: Sequence[Any]) -> list[mx.array]:
         logits = model(mx.zeros((2, 1), mx.int32), cache=batch)
         mx.eval(logits, [cache.state for cache in batch])
         seen.append(logits[:1])
-    return seen
+    for cache in batch:
+        cache.prepare(lengths=[2, 1], right_padding=[0, 1])
+    logits = model(mx.zeros((2, 2), mx.int32), cache=batch)
+    for cache in batch:
+        cache.finalize()
+    mx.eval(logits, [cache.state for cache in batch])
+    return [*seen, logits[:1]]
 
 
 def _compare(found: Sequence[mx.array], expected: Sequence[mx.array]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
@@ -38,6 +39,7 @@ class Storage:
         self.padded = False
         # Layers ask for the same numbers one after the other.
         self.places, self.offsets = Remembered(), Remembered()
+        self.padding: tuple[Any, mx.array] | None = None  # slots of padded rows, and what they were made of
 
     @property
     def block(self) -> int:
