@@ -22,7 +22,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_tiered.kernels import encode
-from mlx_lm_tiered.kernels.check import TOLERANCE, error
+from mlx_lm_tiered.kernels.check import error, tolerance
 from mlx_lm_tiered.kernels.choice import Kernels
 from mlx_lm_tiered.kernels.decode import Format, Step
 from mlx_lm_tiered.kernels.layout import AFFINE_BITS, AFFINE_GROUPS, Layout
@@ -76,7 +76,7 @@ def self_test() -> list[dict[str, Any]]:
         except (RuntimeError, ValueError) as raised:
             found, text = float("nan"), str(raised)
         name = f"{form.layout} d {form.dim} x {form.each} {form.queries}{' masked' if form.masked else ''}{'' if form.records else ' planes'}{f' {tuning}' if tuning else ''}"
-        rows.append({"format": name, "ok": found <= TOLERANCE[form.queries], "error": found, "seconds": time.perf_counter() - started, "raised": text})
+        rows.append({"format": name, "ok": found <= tolerance(form), "error": found, "seconds": time.perf_counter() - started, "raised": text})
     return rows
 
 

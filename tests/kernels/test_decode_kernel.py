@@ -12,6 +12,8 @@ import pytest
 from plain import Shape, affine, turbo
 
 from mlx_lm_tiered.kernels import check
+from mlx_lm_tiered.kernels.records import Record
+from mlx_lm_tiered.kernels.tuning import Tuning
 
 WIDTHS = [affine(bits, 64, 128) for bits in (2, 3, 4, 5, 6, 8)]
 GROUPS = [affine(bits, 32, 96, each=2) for bits in (3, 4, 5)] + [affine(bits, 128, 128, each=8, warps=1) for bits in (2, 6, 8)]
@@ -80,6 +82,16 @@ def test_records_are_read_as_planes_are(records: plain.Library, library: Library
         got = records.decode(shape, q, keys, values, slots, held, splits)
         # The merging sums in another order on Metal.
         assert np.allclose(got, library.decode(replace(shape, records=False), q, keys, values, slots, held, splits), rtol=1e-2 if shape.queries == mx.bfloat16 else 2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in RECORDS if shape.kv_heads == 2], ids=str)
+def test_a_right_kernel_passes_its_self_test(records: plain.Library, monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    def decode(queries: mx.array, held: mx.array, record: Record, slots: int, scale: float, mask: mx.array | None, tuning: Tuning) -> mx.array:
+        keys, values = zip(*record.split(held), strict=True)
+        return mx.array(records.decode(shape, queries, keys, values, slots, None if mask is None else np.array(mask), tuning.splits))
+
+    monkeypatch.setattr(check, "decode_records", decode)
+    assert check.passes(shape.form)
 
 
 @pytest.mark.parametrize("shape", HALVES, ids=str)
