@@ -1,4 +1,4 @@
-"""Attention over quantized KV: mlx-lm's own for few queries, tiles over the keys for more.
+"""Attention over quantized KV: mlx-lm's own for few queries, tiles over the keys for more, and on CUDA mlx's fused kernel by heads (`fused.py`).
 
 mlx-lm computes all scores of a chunk at once: 2048 queries over 32k keys with 32 heads
 are 8 GB of them. Here a tile of keys and values is dequantized, its scores are folded
@@ -17,6 +17,7 @@ from ..kernels.choice import Kernels, on_cuda
 from ..kernels.layout import Layout
 from . import turbo_attention
 from .caches import Triple
+from .fused import by_heads
 from .held import Held, HeldRecords
 from .lockstep import Lockstep, Single
 from .mixed import Rows
@@ -73,6 +74,8 @@ def build(upstream: Callable[..., mx.array], kernels: Kernels | None = None) -> 
 
 
 def _turbo(layout: Layout, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
+    if _fused(queries):
+        return turbo_attention.fused(queries, Pair.of(keys, layout.key_bits), Pair.of(values, layout.value_bits), scale, mask, sinks)
     packed = queries.shape[2] <= FEW and not _strided_unsupported()
     return turbo_attention.tiled(queries, Pair.of(keys, layout.key_bits), Pair.of(values, layout.value_bits), scale, mask, sinks, packed=packed)
 
@@ -83,7 +86,24 @@ def _affine(upstream: Callable[..., mx.array], layout: Layout, queries: mx.array
         if mx.default_device().type == mx.cpu and queries.shape[1] > keys[0].shape[1]:
             return gathered(queries, keys, values, scale, mask, group_size, bits)
         return upstream(queries, keys, values, scale=scale, mask=mask, group_size=group_size, bits=bits)
-    return tiled(queries, *(Triple.of(side, bits, group_size) for side in (keys, values)), scale, mask, sinks)
+    sides = [Triple.of(side, bits, group_size) for side in (keys, values)]
+    return fused(queries, *sides, scale, mask, sinks) if _fused(queries) else tiled(queries, *sides, scale, mask, sinks)
+
+
+def _fused(queries: mx.array) -> bool:
+    """Whether mlx's fused kernel is faster than tiles for so many queries."""
+    return queries.shape[2] > 1 and on_cuda()
+
+
+def fused(queries: mx.array, keys: Triple, values: Triple, scale: float, mask: Any, sinks: mx.array | None = None) -> mx.array:
+    """Attention of `queries` (rows, heads, length, dim) by heads; see `fused.by_heads`. Returns (rows, heads, length, value dim)."""
+
+    def sides(first: int, last: int) -> tuple[mx.array, mx.array]:
+        k, v = (mx.dequantize(*(array[:, first:last] for array in side), group_size=side.group_size, bits=side.bits).astype(queries.dtype) for side in (keys, values))
+        return k, v
+
+    elements = sum(side[1].shape[0] * side[1].shape[2] * side[1].shape[3] * side.group_size for side in (keys, values))
+    return by_heads(queries, keys[0].shape[1], elements, sides, scale, mask, sinks)
 
 
 def _upstreams(queries: mx.array, values: Any, group_size: int) -> bool:

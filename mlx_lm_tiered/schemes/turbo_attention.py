@@ -1,4 +1,4 @@
-"""Attention over TurboQuant KV without a kernel, in tiles: the packed keys are multiplied as they are, values stay rotated.
+"""Attention over TurboQuant KV without a kernel of ours, in tiles: the packed keys are multiplied as they are, values stay rotated.
 
 Attention is linear in its values, so what is summed are rotated values, and the
 output is rotated back once.
@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..turboquant.codec import Encoded, decode_keys, decode_rotated, key_biases, key_scales, unrotate
+from .fused import by_heads
 from .softmax import running
 from .turbo import Pair
 
@@ -42,6 +43,19 @@ def tiled(
 
     out = running(queries, kv_heads, slots, width, scores, read, mask, sinks, tile)
     return unrotate(out).astype(queries.dtype)
+
+
+def fused(queries: mx.array, keys: Pair, values: Pair, scale: float, mask: Any, sinks: mx.array | None = None) -> mx.array:
+    """The same by mlx's fused kernel, over decoded keys and rotated values of some heads at a time; see `fused.by_heads`."""
+
+    def sides(first: int, last: int) -> tuple[mx.array, mx.array]:
+        k, v = (Encoded(*(array[:, first:last] for array in side)) for side in (keys, values))
+        return decode_keys(k, keys.bits).astype(queries.dtype), decode_rotated(v, values.bits).astype(queries.dtype)
+
+    rows, kv_heads, slots = keys[0].shape[:3]
+    elements = rows * slots * (queries.shape[3] + values[1].shape[3] * values.group_size)
+    out = by_heads(queries, kv_heads, elements, sides, scale, mask, sinks)
+    return unrotate(out.astype(mx.float32)).astype(queries.dtype)
 
 
 def _part(side: Pair, start: int, stop: int) -> Encoded:

@@ -7,7 +7,7 @@ import pytest
 from attention_inputs import MASKS, noise
 from mlx_lm.models import base
 
-from mlx_lm_tiered.schemes import attention, softmax
+from mlx_lm_tiered.schemes import attention, fused, softmax
 from mlx_lm_tiered.schemes.caches import QuantizedKVCache
 
 ROWS, HEADS, KV_HEADS, DIM = 2, 6, 2, 64
@@ -26,6 +26,29 @@ def test_tiles_are_within_rounding_of_upstream(name, n):
     expected = base.quantized_scaled_dot_product_attention(mx.array(queries), keys, values, 0.2, mask, 32, 4)
     for tile in (13, 64, 130, 1000):
         assert mx.abs(attention.tiled(queries, keys, values, 0.2, mask, tile=tile) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("most", [1, 1 << 26])
+def test_on_cuda_many_queries_go_to_the_fused_kernel_some_heads_at_a_time(name, most, monkeypatch):
+    monkeypatch.setattr(attention, "on_cuda", lambda: True)
+    monkeypatch.setattr(fused, "MOST", most)
+    cache = QuantizedKVCache(bits=4, group_size=32)
+    keys, values = cache.update_and_fetch(noise(ROWS, 6, 130, DIM, seed=1), noise(ROWS, 6, 130, 96, seed=2))
+    asked = []
+    once = fused.at_once
+    monkeypatch.setattr(fused, "at_once", lambda *of: asked.append((*of, once(*of))) or once(*of))
+    for n in (2, 40):
+        queries, mask = noise(ROWS, 12, n, DIM, seed=3), MASKS[name](n, 130)
+        per_head = mx.broadcast_to(mask, (ROWS, 12, n, 130)) if isinstance(mask, mx.array) else mask
+        for given in (mask, per_head):
+            found = attention.build(base.quantized_scaled_dot_product_attention)(queries, keys, values, 0.2, given, 32, 4)
+            expected = attention.tiled(queries, keys, values, 0.2, mask)
+            # Of padding mlx says something else.
+            seen = slice(0, 1) if name == "a row that sees nothing" else slice(None, None) if name != "left padding" else slice(0, 2)
+            first = 0 if name not in ("left padding",) else max(0, 90 - (130 - n))
+            assert mx.abs(found[seen, :, first:] - expected[seen, :, first:]).max() < 1e-5
+    assert {of[:2] for of in asked} == {(6, ROWS * 130 * (DIM + 96))} and {of[2] for of in asked} == {1 if most == 1 else 3}
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -58,6 +81,14 @@ def test_sinks_and_other_value_dimensions_as_mlx_has_them():
     for mask in ("causal", noise(ROWS, HEADS, 9, 70, seed=9) > 0):
         expected = mx.fast.scaled_dot_product_attention(queries, *plain, scale=0.2, mask=mask)
         assert mx.abs(attend(queries, keys, values, 0.2, mask, 32, 8) - expected).max() < 1e-5
+
+
+def test_sinks_go_with_their_heads(monkeypatch):
+    monkeypatch.setattr(attention, "on_cuda", lambda: True)
+    keys, values = held(70, 8)
+    queries, sinks = noise(ROWS, HEADS, 9, DIM, seed=3), noise(HEADS, seed=4) * 3
+    attend = attention.build(base.quantized_scaled_dot_product_attention)
+    assert mx.abs(attend(queries, keys, values, 0.2, "causal", 32, 8, sinks) - attention.tiled(queries, keys, values, 0.2, "causal", sinks)).max() < 1e-5
 
 
 def test_where_mlx_cannot_multiply_slices_tiles_serve_decoding(monkeypatch):

@@ -64,6 +64,17 @@ def test_every_width_and_head_dimension(dim, form, n):
         assert error(found, exact(queries, keys, values, 0.08, "causal")) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_on_cuda_many_queries_go_to_the_fused_kernel(dtype, monkeypatch):
+    keys, values = held(130, dtype=dtype, rows=2, value_dim=64)
+    queries = noise(2, 8, 40, 128, seed=7, dtype=dtype)
+    monkeypatch.setattr(attention, "on_cuda", lambda: True)
+    for mask in ("causal", MASKS["window"](40, 130)):
+        found = attend(queries, keys, values, 0.09, mask, 32, 8)
+        assert found.dtype == dtype and found.shape == (2, 8, 40, 64)
+        assert error(found.astype(mx.float32), exact(queries, keys, values, 0.09, mask)) < (1e-3 if dtype == mx.float32 else 1e-2)
+
+
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("n", [1, 40])
 def test_masks(name, n):
