@@ -27,7 +27,7 @@ from mlx_lm_tiered.kernels.choice import Kernels
 from mlx_lm_tiered.kernels.decode import Format, Step
 from mlx_lm_tiered.kernels.layout import AFFINE_BITS, AFFINE_GROUPS, Layout
 from mlx_lm_tiered.kernels.tuning import TOKENS, Tuning
-from mlx_lm_tiered.schemes.attention import caches_use
+from mlx_lm_tiered.schemes.attention import build, caches_use
 from mlx_lm_tiered.schemes.convert import fresh
 from mlx_lm_tiered.schemes.held import HeldRecords
 from mlx_lm_tiered.schemes.spec import Affine, Form, parse
@@ -38,6 +38,7 @@ from . import report
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
 CALLS, REPEATS = 32, 9
+CHUNK = 2048
 BEYOND_CACHE, PASS = 256 << 20, 2 << 30
 CONTEXTS, SCHEMES = (4096, 16384, 65536, 131072), ("bf16", "affine:8", "affine:4", "turbo")
 # Warps a block and resident blocks, each compiled; and splits.
@@ -236,6 +237,35 @@ def _random(tokens: int) -> tuple[mx.array, mx.array]:
     return tuple(mx.random.normal((1, KV_HEADS, tokens, DIM)).astype(mx.bfloat16) for _ in range(2))
 
 
+def prefill(contexts: Sequence[int] = (4096, 16384, 32768), schemes: Sequence[str] = SCHEMES) -> list[dict[str, Any]]:
+    """Attention of a prefill's chunk of CHUNK queries, the context's last ones, in milliseconds; and bytes allocated for it, of which the outputs are some."""
+    rows = []
+    for tokens in contexts:
+        for scheme in schemes:
+            form = parse(scheme).form
+            queries = mx.random.normal((1, HEADS, CHUNK, DIM)).astype(mx.bfloat16)
+            with in_use(kernels := Kernels()):
+                held = filled(tokens - CHUNK, form)
+                keys, values = held.update_and_fetch(*_random(CHUNK))
+                mx.eval(queries, held.state)
+            attend = build(base.quantized_scaled_dot_product_attention, kernels)
+
+            def chunk(keys: Any = keys, values: Any = values, attend: Any = attend, form: Any = form, queries: mx.array = queries) -> mx.array:
+                if form is None:
+                    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask="causal")
+                return attend(queries, keys, values, SCALE, "causal", form.group_size, form.bits)
+
+            times, peak = [], 0
+            for _ in range(2 + REPEATS):
+                mx.reset_peak_memory()
+                before, started = mx.get_active_memory(), time.perf_counter()
+                mx.eval(chunk())
+                times.append(time.perf_counter() - started)
+                peak = mx.get_peak_memory() - before
+            rows.append({"tokens": tokens, "scheme": scheme, "ms": median(times[2:]) * 1e3, "peak_bytes": peak})
+    return rows
+
+
 def model() -> list[dict[str, Any]]:
     """Steps of an 8B-shaped model, by scheme."""
     from . import decode_model
@@ -261,7 +291,7 @@ def sweep_over_blocks() -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "self-test": self_test, "steps": run, "sweep": sweep, "model": model, "blocks": over_blocks, "blocks-sweep": sweep_over_blocks
+    "self-test": self_test, "steps": run, "sweep": sweep, "model": model, "prefill": prefill, "blocks": over_blocks, "blocks-sweep": sweep_over_blocks
 }  # fmt: skip
 
 

@@ -45,6 +45,15 @@ def test_steps_are_timed_by_format(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [sizes[name] / sizes["bf16"] for name in ("affine:4", "turbo")] == pytest.approx([0.28125, 0.390625])
 
 
+def test_a_chunk_of_a_prefill_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CHUNK": 32, "REPEATS": 1}.items():
+        monkeypatch.setattr(kernels, name, value)
+    rows = kernels.prefill([96])
+    assert [row["scheme"] for row in rows] == ["bf16", "affine:8", "affine:4", "turbo"] and all(row["ms"] > 0 for row in rows)
+    # The outputs, at least.
+    assert all(row["peak_bytes"] >= 32 * 32 * 128 * 2 for row in rows)
+
+
 def test_steps_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"STEPS": 1, "ROUNDS": 2, "VOCABULARY": 64}.items():
         monkeypatch.setattr(decode_model, name, value)
