@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlx_lm_hooks import Invocation, UsageError
 
 from ..schemes.spec import Spec
-from ..settings import Settings, format_size
+from ..settings import Settings, flag, format_size
 
 
 def check(settings: Settings, spec: Spec, drafts: str, invocation: Invocation) -> None:
@@ -18,6 +18,9 @@ def check(settings: Settings, spec: Spec, drafts: str, invocation: Invocation) -
         raise UsageError("--paged-kv and --draft-model cannot be combined yet; leave one of them out")
     if settings.generation_checkpoint:
         raise UsageError("--paged-kv and --generation-checkpoint cannot be combined yet; leave one of them out")
+    for name in ("prompt_cache_bytes", "prompt_cache_size"):
+        if getattr(settings, name) == 0:
+            raise UsageError(f"--paged-kv needs the RAM tier, which {flag(name)} 0 switches off; leave one of them out")
     if settings.paged_kv_block_size < 1:
         raise UsageError("--paged-kv-block-size 0: a block has at least one token")
     if settings.paged_kv_pool == 0:
