@@ -65,7 +65,7 @@ class Footprint:
     @property
     def computed_per_token(self) -> int:
         """Bytes of a token's keys and values as they are computed, before they are quantized."""
-        return int(sum(layer.per_token for layer in self.layers if layer.window is None))
+        return int(sum(layer.per_token if layer.computed is None else layer.computed for layer in self.layers if layer.window is None))
 
 
 def measure(model: Any, draft: Any = None, caches: Sequence[Any] | None = None, plan_of: PlanOf = lambda model: None) -> Footprint:

@@ -68,7 +68,7 @@ def make(model: Any, caches: Sequence[Any]) -> Plan | None:
     sides = tuple(Sides.of(c.keys, c.values) if type(c) is KVCache and c.keys is not None else None for c in leaves(plain))
     if not any(sides):
         return None
-    layers = tuple(tuple(Layer() if side is not None else measured(leaf) for leaf, side in pairs) for pairs in _by_cache(plain, sides))
+    layers = tuple(tuple(Layer(computed=side.token_bytes) if side is not None else measured(leaf) for leaf, side in pairs) for pairs in _by_cache(plain, sides))
     plan = Plan(sides, layers, padded=False)
     try:
         alone = plan.apply(copy.deepcopy(list(caches)), plan.storage(4, 2))

@@ -27,7 +27,8 @@ class Layer:
 
     `per_token` is what a token takes as the model makes it, `quantized` what it takes
     in a sequence of `start` tokens or more (None: this layer is never quantized).
-    `window` bounds the tokens that are kept; `constant` does not depend on tokens.
+    `computed` is what a token's keys and values take where they are computed, if that is not `per_token`:
+    those of a pool cost no more than the pool does. `window` bounds the tokens that are kept; `constant` does not depend on tokens.
     """
 
     per_token: float = 0.0
@@ -35,6 +36,7 @@ class Layer:
     constant: int = 0
     quantized: float | None = None
     start: int = 0
+    computed: float | None = None
 
     @property
     def type(self) -> Type:

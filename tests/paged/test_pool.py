@@ -16,7 +16,7 @@ from mlx_lm_tiered.paged.pool import Pool, PoolExhausted
 from mlx_lm_tiered.paged.table import Storage, Table
 
 LAYERS = 2
-EXAMPLES = int(os.environ.get("MLX_LM_TIERED_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("MLX_LM_TIERED_EXAMPLES", "25"))
 
 
 def storage(blocks: int, block: int) -> Storage:
