@@ -16,7 +16,7 @@ from mlx_lm_tiered.paged.pool import Pool, PoolExhausted
 from mlx_lm_tiered.paged.table import Storage, Table
 
 LAYERS = 2
-EXAMPLES = int(os.environ.get("MLX_LM_TIERED_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("MLX_LM_TIERED_EXAMPLES", "60"))
 
 
 def storage(blocks: int, block: int) -> Storage:
@@ -91,6 +91,8 @@ class Sharing(RuleBasedStateMachine):
         self.storage = storage(blocks, block)
         self.tables: list[tuple[Table, list[int]]] = []
         self.fresh = 0
+        self.new()
+        self.write(0, block + 1)
 
     @rule()
     def new(self):
@@ -136,6 +138,16 @@ class Sharing(RuleBasedStateMachine):
         forks = [table.fork(layer, length) for layer in range(LAYERS)]
         assert all(made is forks[0] for made in forks)
         self.tables.append((forks[0], tokens[:length]))
+
+    @precondition(lambda self: self.tables and len(self.tables) < 5)
+    @rule(which=st.integers(0, 9), cut=st.integers(0, 3), count=st.integers(1, 5), first=st.booleans())
+    def diverge(self, which: int, cut: int, count: int, first: bool):
+        """A fork, and other tokens behind what it shares, by the lender first or by the borrower."""
+        which %= len(self.tables)
+        tokens = len(self.tables[which][1])
+        self.fork(which, max(0, tokens - cut) / max(1, tokens))
+        self.write(which if first else len(self.tables) - 1, count)
+        self.write(len(self.tables) - 1 if first else which, count)
 
     @precondition(lambda self: self.tables)
     @rule(which=st.integers(0, 9))
