@@ -108,10 +108,6 @@ class Landing:
         spec = self._spec
         if spec.nbytes == 0:
             return
-        if stop is None and self._view.shape != spec.shape:
-            # As upstream's caches have it: the memory may hold anything, and 0 times NaN is NaN.
-            assert spec.grow_axis is not None
-            self._view[(slice(None),) * spec.grow_axis + (slice(spec.shape[spec.grow_axis], None),)] = 0
         axis = spec.grow_axis if spec.grow_axis is not None else 0
         shape = self._view.shape or (1,)
         lengths = spec.shape or (1,)
@@ -123,6 +119,10 @@ class Landing:
         batch: list[memoryview] = []
         size = 0
         for row in rows:
+            if stop is None:
+                # As upstream's caches have it: the memory may hold anything, and 0 times NaN is NaN. Row by
+                # row, as the first touch of new memory clears it, and what was just cleared is still in a cache.
+                row[last:] = 0
             pieces = [row[at : min(at + most, last)] for at in range(first, last, most)]
             pieces += [scratch[: min(most, beyond * inner - at)] for at in range(0, beyond * inner, most)]
             for piece in map(memoryview, pieces):
