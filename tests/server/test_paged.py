@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -162,6 +163,7 @@ def test_a_client_that_goes_away_in_prefill_or_while_it_waits_leaves_no_promise(
         (["--paged-kv", "--draft-model", "MODEL"], "--paged-kv and --draft-model cannot be combined yet"),
         (["--paged-kv", "--generation-checkpoint", "64", "--ssd-cache", "TMP"], "--paged-kv and --generation-checkpoint cannot be combined yet"),
         (["--paged-kv", "--prompt-cache-bytes", "0"], "--paged-kv needs the RAM tier, which --prompt-cache-bytes 0 switches off"),
+        (["--paged-kv", "--prompt-cache-size", "0"], "--paged-kv needs the RAM tier, which --prompt-cache-size 0 switches off"),
         (["--paged-kv", "--paged-kv-block-size", "0"], "--paged-kv-block-size 0: a block has at least one token"),
         (["--paged-kv", "--paged-kv-pool", "0"], "--paged-kv-pool 0 leaves no block"),
         (["--paged-kv", "--paged-kv-pool", "2GB", "--memory-budget", "1GB"], "--paged-kv-pool of 2 GB does not fit into --memory-budget of 1 GB"),
@@ -181,8 +183,6 @@ def test_what_cannot_be_combined_ends_the_start_in_one_sentence(flags, says, tin
 
 def parsed(flags: list[str]):
     """The arguments of a server's command line, and the names of those that were given."""
-    import argparse
-
     from mlx_lm_tiered import settings
 
     parser = argparse.ArgumentParser()
@@ -190,6 +190,7 @@ def parsed(flags: list[str]):
     parser.add_argument("--num-draft-tokens")
     parser.add_argument("--kv-bits", type=int)
     parser.add_argument("--prompt-cache-bytes")
+    parser.add_argument("--prompt-cache-size", type=int)
     parser.add_argument("--kv-group-size", type=int, default=64)
     parser.add_argument("--quantized-kv-start", type=int, default=5000)
     settings.add_arguments(parser.add_argument_group("tiered"), "server")
@@ -212,3 +213,14 @@ def test_without_the_flag_nothing_of_paging_is_imported(tiny_llama):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "script"])
+def test_what_is_no_server_does_not_page(command):
+    from mlx_lm_hooks import Invocation, UsageError
+    from mlx_lm_tiered.paged.options import check
+    from mlx_lm_tiered.schemes.spec import PLAIN
+    from mlx_lm_tiered.settings import Settings
+
+    with pytest.raises(UsageError, match="--paged-kv is for servers; leave it out"):
+        check(Settings(paged_kv=True), PLAIN, "off", Invocation(command, argparse.Namespace()))
