@@ -51,9 +51,11 @@ class Blocks:
         pages.relieve = self._relieve
 
     def wait(self, source: Any, tokens: Sequence[int], max_tokens: int) -> Waiting | None:
-        """What a request waits for; None where its model is not paged, or where it fits and nobody waits."""
+        """What a request waits for; None where its model is not paged, where it fits and nobody waits, or where it never will fit: `admit` refuses it."""
         storage = self._pages.storages.get(source.path)
         if storage is None:
+            return None
+        if storage.blocks_for(longest(len(tokens), max_tokens)) > storage.pool.total:
             return None
         waiting = Waiting(self, storage, source, tokens, max_tokens)
         if not self._line and self._fits(waiting):
@@ -69,7 +71,6 @@ class Blocks:
             return None
         storage, table = found
         pool, tokens = storage.pool, longest(len(request.tokens), request.max_tokens)
-        need = storage.blocks_for(tokens) - len(table.blocks) + _forks(storage, table, request.cached)
         if storage.blocks_for(tokens) > pool.total:
             self._counts["refused_400"] += 1
             return Refused(
@@ -77,10 +78,17 @@ class Blocks:
                 f"the prompt of {len(request.tokens)} tokens and a reply of {tokens - len(request.tokens)} take {storage.blocks_for(tokens)} blocks of "
                 f"{storage.block} tokens, more than the {pool.total} of the pool (--paged-kv-pool)",
             )
-        if pool.available < need:
-            self._make_room(lambda: pool.available >= need)
+
+        def copies() -> int:  # fewer once what shares them has made room
+            return _forks(storage, table, request.cached)
+
+        def need() -> int:
+            return storage.blocks_for(tokens) - len(table.blocks) + copies()
+
+        if pool.available < need():
+            self._make_room(lambda: pool.available >= need())
         try:
-            table.reserve(need)
+            table.reserve(need(), copies())
         except PoolExhausted as error:
             self._counts["refused_503"] += 1
             return Refused(
@@ -170,8 +178,8 @@ class Waiting:
 
 
 def longest(prompt: int, max_tokens: int) -> int:
-    """Tokens of a request whose reply is as long as it may be. The last one is never forwarded, and so takes no slot."""
-    return prompt + (max_tokens - 1 if max_tokens > 0 else UNBOUNDED)
+    """Tokens of a request whose reply is as long as it may be. In a batch mlx-lm forwards the last one as well, as it hands it out."""
+    return prompt + (max_tokens if max_tokens > 0 else UNBOUNDED)
 
 
 def _forks(storage: Storage, table: Table, cached: int) -> int:

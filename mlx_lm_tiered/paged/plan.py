@@ -64,7 +64,7 @@ class Plan:
 def make(model: Any, caches: Sequence[Any]) -> Plan | None:
     """The plan for a model, whose fresh `caches` stay unused; None where no cache is of full attention. Raises ValueError with one sentence."""
     plain = copy.deepcopy(list(caches))
-    expected = [_run(model, plain, tokens) for tokens in SEEN]
+    expected = [_run(model, plain, chunk) for chunk in _chunks(SEEN)]
     sides = tuple(Sides.of(c.keys, c.values) if type(c) is KVCache and c.keys is not None else None for c in leaves(plain))
     if not any(sides):
         return None
@@ -72,7 +72,7 @@ def make(model: Any, caches: Sequence[Any]) -> Plan | None:
     plan = Plan(sides, layers, padded=False)
     try:
         alone = plan.apply(copy.deepcopy(list(caches)), plan.storage(4, 2))
-        _compare([_run(model, alone, tokens) for tokens in SEEN], expected)
+        _compare([_run(model, alone, chunk) for chunk in _chunks(SEEN)], expected)
     except Exception as error:
         raise ValueError(f"the model's attention cannot read paged KV ({type(error).__name__}: {error})") from error
     if not all(hasattr(cache, "merge") for cache in caches):
@@ -93,8 +93,14 @@ def _by_cache(caches: Sequence[Any], sides: Sequence[Sides | None]) -> list[list
     return [[(leaf, next(found)) for leaf in leaves([cache])] for cache in caches]
 
 
-def _run(model: Any, caches: list[Any], tokens: int) -> mx.array:
-    logits = model(mx.zeros((1, tokens), mx.int32), cache=caches)
+def _chunks(lengths: Sequence[int], first: int = 0) -> list[list[int]]:
+    """Tokens from `first` on, in chunks. No two are the same: what attends to the wrong ones of equal tokens gives the right numbers."""
+    starts = [first + sum(lengths[:at]) for at in range(len(lengths))]
+    return [list(range(start, start + length)) for start, length in zip(starts, lengths, strict=True)]
+
+
+def _run(model: Any, caches: list[Any], tokens: list[int]) -> mx.array:
+    logits = model(mx.array([tokens]), cache=caches)
     mx.eval(logits, [cache.state for cache in caches])
     return logits
 
@@ -103,17 +109,18 @@ def _rows(model: Any, plan: Plan, caches: Sequence[Any]) -> list[mx.array]:
     """A row's logits of its second token, its third, and two more at once, beside a row that is a token longer and gets one then."""
     storage = plan.storage(8, 2)
     rows = [plan.apply(copy.deepcopy(list(caches)), storage) for _ in range(2)]
-    for row, tokens in zip(rows, (1, 2), strict=True):
-        _run(model, row, tokens)
+    chunks, others = _chunks((1, 1, 1, 2)), _chunks((2, 1, 1, 1), first=1)
+    for row, tokens in zip(rows, (chunks, others), strict=True):
+        _run(model, row, tokens[0])
     batch = [cache.merge([cache, other]) for cache, other in zip(*rows, strict=True)]
     seen = []
-    for _ in range(2):
-        logits = model(mx.zeros((2, 1), mx.int32), cache=batch)
+    for step in (1, 2):
+        logits = model(mx.array([chunks[step], others[step]]), cache=batch)
         mx.eval(logits, [cache.state for cache in batch])
         seen.append(logits[:1])
     for cache in batch:
         cache.prepare(lengths=[2, 1], right_padding=[0, 1])
-    logits = model(mx.zeros((2, 2), mx.int32), cache=batch)
+    logits = model(mx.array([chunks[3], [*others[3], 0]]), cache=batch)
     for cache in batch:
         cache.finalize()
     mx.eval(logits, [cache.state for cache in batch])

@@ -56,7 +56,7 @@ class Pool:
     # Any thread
 
     def let_go(self, blocks: Sequence[int], reserved: int = 0) -> None:
-        """Give up one hold on each of `blocks`, and a reservation, at the next call that looks. Takes no lock, so that a collection within one may call it."""
+        """Give up one hold on each of `blocks`, and a reservation (below 0: have so many of them promised anew), at the next call that looks. Takes no lock, so that a collection within one may call it."""
         self._back.append((blocks, reserved))
 
     @property
@@ -89,9 +89,9 @@ class Pool:
 
     def count(self, block: int) -> int:
         """Holders of a block."""
-        if self._back:
-            self._take_back()
-        return self._counts[block]
+        with self._lock:
+            self._settle()
+            return self._counts[block]
 
     def take(self, count: int, after: int | None = None, promised: int = 0) -> list[int]:
         """`count` blocks, each held once: behind block `after` where those are free, else in one run where there is one, else as they come.
@@ -100,13 +100,38 @@ class Pool:
         """
         promised = min(promised, count)
         for relieved in (False, True):
-            self._take_back()
-            had = self._left - self._reserved + promised
-            if count <= min(had, self._left):
-                break
+            with self._lock:
+                self._settle()
+                had = self._left - self._reserved + promised
+                if count <= min(had, self._left):
+                    return self._given(count, after, promised)
             if relieved or self.relieve is None:
-                raise PoolExhausted(count, max(0, min(had, self._left)), self.total)
+                break
             self.relieve(count - had)
+        raise PoolExhausted(count, max(0, min(had, self._left)), self.total)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Hold each block, which somebody holds, once more."""
+        with self._lock:
+            self._settle()
+            for block in blocks:
+                if self._counts[block] == 0:
+                    raise ValueError(f"block {block} is free and cannot be shared")
+            for block in blocks:
+                self._counts[block] += 1
+                self._shared += self._counts[block] == 2
+
+    def reserve(self, count: int) -> None:
+        """Promise `count` free blocks. Raises PoolExhausted."""
+        with self._lock:
+            self._settle()
+            if count > (available := self._left - self._reserved):
+                raise PoolExhausted(count, max(0, available), self.total)
+            self._reserved += count
+
+    # Inside; the rest under the lock, as other threads that look settle as well
+
+    def _given(self, count: int, after: int | None, promised: int) -> list[int]:
         blocks = self._behind(after, count) if after is not None else []
         if len(blocks) < count:
             blocks += self._run(count - len(blocks)) or self._last_freed(count - len(blocks))
@@ -116,33 +141,10 @@ class Pool:
         self.peak = max(self.peak, self.total - self._left)
         return blocks
 
-    def share(self, blocks: Sequence[int]) -> None:
-        """Hold each block, which somebody holds, once more."""
-        self._take_back()
-        for block in blocks:
-            if self._counts[block] == 0:
-                raise ValueError(f"block {block} is free and cannot be shared")
-        for block in blocks:
-            self._counts[block] += 1
-            self._shared += self._counts[block] == 2
-
-    def reserve(self, count: int) -> None:
-        """Promise `count` free blocks. Raises PoolExhausted."""
-        if count > (available := self.available):
-            raise PoolExhausted(count, max(0, available), self.total)
-        self._reserved += count
-
-    # Inside
-
     def _seen(self) -> tuple[int, int, int]:
         with self._lock:
             self._settle()
             return self._left, self._shared, self._reserved
-
-    def _take_back(self) -> None:
-        if self._back:
-            with self._lock:
-                self._settle()
 
     def _settle(self) -> None:
         while self._back:

@@ -52,13 +52,30 @@ class Storage:
 
 
 class Reservation:
-    """Blocks promised to a request. Tables of the same request share it; what was not used goes back with the last of them."""
+    """Blocks promised to a request, `copies` of them for blocks of others that it is known to copy. Tables of the same request share it; what was not used goes back with the last of them."""
 
-    def __init__(self, pool: Pool, blocks: int):
+    def __init__(self, pool: Pool, blocks: int, copies: int = 0):
         self.left = 0
+        self.used = 0  # blocks that were taken and not given back
+        self.copies = min(copies, blocks)
         self._pool = pool
         pool.reserve(blocks)
         self.left = blocks
+
+    def take(self, count: int, after: int | None) -> list[int]:
+        """`count` blocks, the promised ones first. Raises PoolExhausted."""
+        promised = min(self.left, count)
+        blocks = self._pool.take(count, after, promised)
+        self.left -= promised
+        self.used += promised
+        return blocks
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Give up a hold on each block. Those that are free then are promised again, as far as they were: drafts take blocks that are trimmed and taken again."""
+        promised = min(self.used, sum(self._pool.count(block) == 1 for block in blocks))
+        self.used -= promised
+        self.left += promised
+        self._pool.let_go(blocks, -promised)
 
     def __del__(self) -> None:
         if self.left:
@@ -134,7 +151,10 @@ class Table:
         keep = self.storage.blocks_for(max(length or 0 for length in self.lengths))
         if keep < len(self.blocks):
             gone, self.blocks = self.blocks[keep:], self.blocks[:keep]
-            self.storage.pool.let_go(gone)
+            if self.reservation is not None:
+                self.reservation.give_back(gone)
+            else:
+                self.storage.pool.let_go(gone)
         return count
 
     def fork(self, layer: int, length: int, key: object = None) -> Table:
@@ -152,10 +172,10 @@ class Table:
         made.lengths[layer] = length
         return made
 
-    def reserve(self, blocks: int) -> None:
-        """Have `blocks` more promised. Raises PoolExhausted."""
+    def reserve(self, blocks: int, copies: int = 0) -> None:
+        """Have `blocks` more promised, `copies` of them for blocks that are shared already. Raises PoolExhausted."""
         if blocks > 0:
-            self.reservation = Reservation(self.storage.pool, blocks)
+            self.reservation = Reservation(self.storage.pool, blocks, copies)
 
     def _own(self, first: int, stop: int) -> None:
         """Copy those of the blocks from `first` to `stop` that others hold as well."""
@@ -166,7 +186,7 @@ class Table:
                 continue
             before = self.blocks[index - 1] if index else None
             try:
-                (own,) = self._take(1, before)
+                own = self._for_copy(block, before)
             except PoolExhausted:
                 if pool.count(block) == 1:  # whoever shared it was let go to make room
                     continue
@@ -178,10 +198,23 @@ class Table:
             self.blocks[index] = own
             pool.let_go([block])
 
+    def _for_copy(self, block: int, after: int | None) -> int:
+        """A block for a copy of one that is shared.
+
+        What was shared since the request was admitted, because its prefix was stored, nobody counted: a
+        copy of it must not use up what the reply needs, unless there is nothing else.
+        """
+        reservation, pool = self.reservation, self.storage.pool
+        if reservation is not None and reservation.copies == 0:
+            try:
+                return pool.take(1, after)[0]
+            except PoolExhausted:
+                if pool.count(block) == 1:
+                    raise
+        elif reservation is not None:
+            reservation.copies -= 1
+        return self._take(1, after)[0]
+
     def _take(self, count: int, after: int | None) -> list[int]:
-        left = self.reservation.left if self.reservation is not None else 0
-        blocks = self.storage.pool.take(count, after, left)
-        if self.reservation is not None:
-            self.reservation.left -= min(left, count)
-        return blocks
+        return self.reservation.take(count, after) if self.reservation is not None else self.storage.pool.take(count, after)
 

@@ -233,8 +233,10 @@ class TieredPrefixCache:
         found, tier = self._in_memory(namespace, source, tokens, key)
         longer_than = found[1] if found is not None else self._min_tokens - 1
         restored = restore(longer_than)
-        if restored is not None and restored.length > longer_than and (restored := self._adopt(source, restored)) is not None:
-            return self._keep_restored(namespace, source, tokens, restored), "ssd"
+        if restored is not None and restored.length > longer_than:
+            if (restored := self._adopt(source, restored)) is not None:
+                return self._keep_restored(namespace, source, tokens, restored), "ssd"
+            found, tier = self._in_memory(namespace, source, tokens, key)  # it may have had to make room
         if found is None:
             return None, ""
         entry, length = found

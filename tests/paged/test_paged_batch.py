@@ -13,6 +13,7 @@ from paged_models import TOKENS, WITH_FULL_ATTENTION, forward, model_of, new_cac
 
 from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.paged import attention
+from mlx_lm_tiered.paged.admission import longest
 from mlx_lm_tiered.paged.batch import BatchPagedKVCache
 from mlx_lm_tiered.paged.cache import PagedKVCache
 
@@ -106,6 +107,16 @@ def test_an_extracted_row_keeps_its_tokens_while_the_batch_goes_on():
     forward("dense", plain, TOKENS[:20])
     for mine, theirs in zip(row, plain, strict=True):
         assert mx.array_equal(mine.keys_and_values()[0], theirs.keys_and_values()[0])
+
+
+@pytest.mark.parametrize("most", (1, 5))
+def test_a_request_takes_the_blocks_that_it_is_promised(most: int):
+    storage = storage_for("dense", 1)
+    generator = BatchGenerator(model_of("dense"))
+    generator.insert([TOKENS[:20]], [most], caches=[new_caches("dense", storage)])
+    while not any(response.finish_reason for response in generator.next()[1]):
+        pass
+    assert storage.pool.peak == longest(20, most)
 
 
 def test_a_split_batch_keeps_what_was_promised_to_its_rows():

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from paged_models import WITH_FULL_ATTENTION, model_of
 
 from mlx_lm_tiered.memory.footprint import Footprint
-from mlx_lm_tiered.paged import attention, plan
+from mlx_lm_tiered.paged import attention, batch, plan
 from mlx_lm_tiered.paged.cache import PagedKVCache
 from mlx_lm_tiered.paged.scheme import Pages
 from mlx_lm_tiered.schemes.convert import leaves
@@ -71,6 +71,27 @@ def test_a_model_that_paging_cannot_serve_keeps_plain_caches_with_one_warning(mo
         assert pages.caches(model, None, caches) is caches
     assert statistics.report()["faults"] == {"paged_kv": 1} and pages.plan_of(model) is None and not pages.storages
     assert len([record for record in caplog.records if reason in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("name, padded", (("dense", True), ("nested", None)))
+def test_attention_to_the_wrong_tokens_of_a_row_is_seen(name: str, padded: bool | None, monkeypatch: pytest.MonkeyPatch):
+    read, slots = attention.read, batch._slots
+
+    def last_only(*of: Any) -> tuple[mx.array, mx.array]:
+        return tuple(mx.repeat(side[:, :, -1:], side.shape[2], axis=2) for side in read(*of))  # type: ignore[return-value]
+
+    def backwards(table: Any, stop: int, left: int, width: int) -> Any:
+        made = slots(table, stop, left, width)
+        made[left : left + stop] = made[left : left + stop][::-1].copy()
+        return made
+
+    monkeypatch.setattr(attention, "read", last_only)
+    if padded is not None:
+        assert plan.make(model_of(name), make_prompt_cache(model_of(name))).padded
+        return
+    monkeypatch.setattr(batch, "_slots", backwards)
+    with pytest.raises(ValueError, match="cannot read rows of paged KV .*logits differ"):
+        plan.make(model_of(name), make_prompt_cache(model_of(name)))
 
 
 def test_a_pool_smaller_than_a_block_is_none():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 
 import mlx.core as mx
 import pytest
@@ -69,6 +70,27 @@ def test_a_free_block_can_neither_be_freed_nor_shared():
     pool.let_go([1])
     with pytest.raises(ValueError, match="freed again"):
         _ = pool.used
+
+
+def test_blocks_that_another_thread_is_taking_back_are_waited_for():
+    """`/stats` settles on its own thread: nothing may be short, or counted twice, while it does."""
+    pool, begun, go_on = Pool(4), threading.Event(), threading.Event()
+    blocks = pool.take(4)
+
+    class Slowly(list):
+        def __iter__(self):
+            begun.set()
+            go_on.wait(10)
+            return super().__iter__()
+
+    pool.let_go(Slowly(blocks))
+    looks = threading.Thread(target=lambda: pool.used)
+    looks.start()
+    begun.wait(10)
+    threading.Timer(0.2, go_on.set).start()
+    assert len(pool.take(4)) == 4
+    looks.join()
+    assert pool.used == 4
 
 
 def test_relief_is_asked_for_what_is_missing_before_a_pool_is_exhausted():

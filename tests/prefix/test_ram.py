@@ -10,7 +10,7 @@ from mlx_lm import load
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_lm_hooks import ModelSource
+from mlx_lm_hooks import ModelSource, Taken
 from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.cold.catalog import Found
 from mlx_lm_tiered.identity import Identity
@@ -288,6 +288,25 @@ def unidentified(max_unsaved_bytes):
     ssd = Unidentified()
     cache = TieredPrefixCache(RamTier(3 * size), ssd, Statistics(), lambda source: source, max_unsaved_bytes=max_unsaved_bytes * size)
     return cache, ssd
+
+
+@pytest.mark.parametrize("in_ram", (True, False))
+def test_what_made_room_for_a_restored_prefix_that_did_not_fit_is_not_lent(in_ram):
+    cache, ssd = unidentified(5)
+    cache.put(SOURCE, [1, 2, 3], plain(3))
+    if not in_ram:
+        cache.trim(max_entries=0)
+        assert len(cache.ram) == 0 and cache.entries(), "it waits to be written"
+    ssd.take = lambda *_: Taken(plain(4), 4)
+    ssd.decided = lambda *_: None
+
+    def no_room(source, caches):
+        for entry in cache.entries():
+            cache.release(entry)
+
+    cache.adopted = no_room
+    assert cache.take(SOURCE, [1, 2, 3, 4, 5]) is None
+    assert cache._statistics.report()["faults"] == {}
 
 
 def test_a_conversation_waits_for_the_fingerprint_once():
