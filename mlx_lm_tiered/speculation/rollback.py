@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ class Rollback:
         for cache, kind in held:
             kind.order(cache)
         # A lent cache keeps its values, whatever the lender does; what can be unwound needs none.
-        self._held = [(cache, kind, None if kind.unwinds(cache, whole=self.replays) else kind.lend(cache)) for cache, kind in held]
+        # The caches are the row's: when it has ended, what they hold must go, though nobody has dropped this yet.
+        self._held = [(weakref.ref(cache), kind, None if kind.unwinds(cache, whole=self.replays) else kind.lend(cache)) for cache, kind in held]
 
     def keep(self, count: int) -> bool:
         """Keep the chunk's first `count` tokens, at least one. True when the caches are as before the chunk, and those tokens to be forwarded again.
@@ -34,7 +36,9 @@ class Rollback:
         if count == self._left:
             return False
         taken, self._left = (self._left if self.replays else self._left - count), count
-        for cache, kind, before in self._held:
+        for held, kind, before in self._held:
+            if (cache := held()) is None:
+                continue
             if before is None:
                 kind.unwind(cache, taken)
             else:

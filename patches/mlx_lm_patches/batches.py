@@ -146,6 +146,7 @@ def build(original: type, runtime: Runtime) -> type:
             decoding, prefilling = self._generation_batch, self._prompt_batch
             if self._decoding or not _whole(decoding, decoding.tokens, decoding._num_tokens, decoding._matchers):
                 self._fail(decoding.uids, error)
+                del decoding.next  # a cycle (`_watch_decoding`), which would keep the rows' caches until some garbage collection
                 self._generation_batch = GenerationBatch.empty(self.model, self.sampler)
                 self._watch_decoding()
                 if _whole(prefilling, prefilling.tokens, self._currently_processing):

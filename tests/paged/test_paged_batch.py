@@ -16,6 +16,7 @@ from mlx_lm_tiered.paged import attention
 from mlx_lm_tiered.paged.admission import longest
 from mlx_lm_tiered.paged.batch import BatchPagedKVCache
 from mlx_lm_tiered.paged.cache import PagedKVCache
+from mlx_lm_tiered.speculation.rollback import Rollback
 
 PROMPTS = [TOKENS[start : start + length] for start, length in ((0, 5), (9, 37), (50, 16), (70, 60), (140, 2), (150, 33))]
 BATCHED = [name for name in WITH_FULL_ATTENTION if all(hasattr(cache, "merge") for cache in make_prompt_cache(model_of(name)))]
@@ -117,6 +118,14 @@ def test_a_request_takes_the_blocks_that_it_is_promised(most: int):
     while not any(response.finish_reason for response in generator.next()[1]):
         pass
     assert storage.pool.peak == longest(20, most)
+
+
+def test_a_draft_that_nobody_has_dropped_keeps_no_blocks():
+    storage = storage_for("dense", 16)
+    batch = batch_of(storage, [20])
+    rollback = Rollback(batch, 4)
+    batch.clear()  # as mlx-lm does when the last row has ended
+    assert storage.pool.used == 0 and rollback.keep(1) is False
 
 
 def test_a_split_batch_keeps_what_was_promised_to_its_rows():
