@@ -10,16 +10,14 @@ fragment is ours to choose, so each lane loads 16 bytes at a time and exchanges 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from . import source
-from .decode import COUNTERS, LEAST_COUNTERS, LEAST_ELEMENTS, MOST_SHARED, MOST_SPLITS, PARTS, dialect
+from .decode import LEAST_ELEMENTS, MOST_SHARED, MOST_SPLITS, PARTS, Options, counters, dialect, launch, scale_bits
 from .tuning import METAL_BLOCKS, MULTIPROCESSORS, TOKENS, Tuning
 
 DIMS = (64, 80, 96, 128, 256)
@@ -106,16 +104,6 @@ def choose(tokens: int, units: int, form: Form, language: str = "cuda") -> Tunin
     return Tuning(warps, max(1, min(most, MOST_SPLITS, -(-tokens // (TOKENS * warps)))), resident if language == "cuda" else 0)
 
 
-class Options(NamedTuple):
-    """What mlx is given besides arrays, and the constants of the texts."""
-
-    parts: dict[str, Any]
-    parts_constants: dict[str, Any]
-    merge: dict[str, Any]
-    merge_constants: dict[str, Any]
-    bounds: tuple[int, int]  # warps and resident blocks
-
-
 def options(language: str, rows: int, kv_heads: int, form: Form, tuning: Tuning) -> Options:
     """Of both kernels. The scale is compiled into them, as in `decode.options`."""
     dim, heads, all_queries = form.dim, kv_heads * form.each, rows * kv_heads * form.shared
@@ -123,7 +111,7 @@ def options(language: str, rows: int, kv_heads: int, form: Form, tuning: Tuning)
     # Splits without tokens are right, and as many as these keep the merge's inputs from being small.
     splits = min(max(tuning.splits, LEAST_ELEMENTS[language]), MOST_SPLITS)
     parts_constants = {
-        "D": dim, "G": form.shared, "L": form.length, "HK": kv_heads, "BLOCK": form.block, "HEADS_FIRST": int(form.heads_first), "W": warps, "SCALE": struct.unpack("<i", struct.pack("<f", form.scale))[0],
+        "D": dim, "G": form.shared, "L": form.length, "HK": kv_heads, "BLOCK": form.block, "HEADS_FIRST": int(form.heads_first), "W": warps, "SCALE": scale_bits(form.scale),
         "S": form.dtype, "H": mx.bfloat16 if form.dtype == mx.float32 else form.dtype,
     }  # fmt: skip
     parts = {
@@ -154,11 +142,11 @@ def inputs(language: str, form: Form) -> tuple[str, ...]:
 def kernels(language: str, form: Form, found: Options) -> tuple[Any, Any]:
     """mlx's two for these options; None for the second where the first does all."""
     alone = merged(language, form)
-    outputs = ("out", "parts") if alone else tuple(PARTS)
+    outputs = ("out", "parts") if alone else PARTS
     parts = source.kernel(language, texts(language, form), tuple(found.parts_constants.items()), inputs(language, form), outputs, found.bounds)
     if alone:
         return parts, None
-    return parts, source.kernel(language, ("merge.body", "written.body"), tuple(found.merge_constants.items()), tuple(PARTS), ("out",))
+    return parts, source.kernel(language, ("merge.body", "written.body"), tuple(found.merge_constants.items()), PARTS, ("out",))
 
 
 class Step:
@@ -168,7 +156,7 @@ class Step:
         self._rows, self._kv_heads, self._form = rows, kv_heads, form
         self._units = rows * kv_heads * -(-form.shared // queries_of_a_block(form))
         self._language = dialect()
-        self._counters = cycle(_counters(max(LEAST_COUNTERS, self._units)) if merged(self._language, form) else [None])
+        self._counters = counters(self._units) if merged(self._language, form) else None
         self._calls: dict[Tuning, Callable[[list[mx.array]], mx.array]] = {}
         self._tuned: dict[int, Callable[[list[mx.array]], mx.array]] = {}
 
@@ -196,19 +184,8 @@ class Step:
         return call
 
     def _compiled(self, tuning: Tuning) -> Callable[[list[mx.array]], mx.array]:
-        found, counters = options(self._language, self._rows, self._kv_heads, self._form, tuning), self._counters
-        first, second = kernels(self._language, self._form, found)
-        parts, merge = found.parts, found.merge
-        if second is None:
-            return lambda inputs: first(inputs=[*inputs, next(counters)], **parts)[0]
-        return lambda inputs: second(inputs=first(inputs=inputs, **parts), **merge)[0]
-
-
-def _counters(size: int) -> list[mx.array]:
-    """Arrays of zeros, to which kernels that count in them bring them back."""
-    found = [mx.zeros((size,), mx.uint32) for _ in range(COUNTERS)]
-    mx.eval(found)
-    return found
+        found = options(self._language, self._rows, self._kv_heads, self._form, tuning)
+        return launch(*kernels(self._language, self._form, found), found, self._counters)
 
 
 @cache

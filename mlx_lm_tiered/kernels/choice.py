@@ -91,22 +91,9 @@ class Kernels:
 
     def _step(self, form: Format, rows: int, kv_heads: int, otherwise: Callable[[mx.array, Any, Any, float], mx.array]) -> Step | None:
         if form not in self._right:
-            self._right[form] = self._test(form, otherwise)
+            what = f"decode kernel for {form.layout} in heads of {form.dim}"
+            self._right[form] = self._serves(what, lambda: passes(form), lambda: faster(form, otherwise))
         return Step(rows, kv_heads, form) if self._right[form] else None
-
-    def _test(self, form: Format, otherwise: Callable[[mx.array, Any, Any, float], mx.array]) -> bool:
-        # Nobody has timed the kernels on Metal, where mlx's own way is a good one.
-        pays = dialect() != "metal"
-
-        def right() -> bool:
-            nonlocal pays
-            passed = passes(form)
-            pays = pays or (passed and faster(form, otherwise))
-            return passed
-
-        found = bool(self._found(f"decode kernel for {form.layout} in heads of {form.dim}", right))
-        self.slower += found and not pays
-        return found and pays
 
     def encode(self, keys: mx.array, values: mx.array, record: Record) -> mx.array | None:
         """The records of new keys and values; None where mlx's own operations are to make them."""
@@ -139,22 +126,24 @@ class Kernels:
             if blocks.supports(queries, keys, values, table, lengths, block):
                 form = blocks.form_of(queries, keys, scale, block)
                 if form not in self._blocks_right:
-                    self._blocks_right[form] = self._test_blocks(form)
+                    what = f"decode kernel for blocks of {form.block} tokens in heads of {form.dim}"
+                    self._blocks_right[form] = self._serves(what, lambda: block_check.right(form), lambda: block_check.faster(form))
                 if self._blocks_right[form]:
                     step = blocks.step(queries.shape[0], keys.shape[1], form)
             self._over_blocks[one] = step
         return None if step is None else step(queries, keys, values, table, lengths, longest)
 
-    def _test_blocks(self, form: blocks.Form) -> bool:
+    def _serves(self, what: str, passes: Callable[[], bool], faster: Callable[[], bool]) -> bool:
+        """Whether a kernel is right, and pays: nobody has timed them on Metal, where mlx's own way is a good one."""
         pays = dialect() != "metal"
 
         def right() -> bool:
             nonlocal pays
-            passed = block_check.right(form)
-            pays = pays or (passed and block_check.faster(form))
+            passed = passes()
+            pays = pays or (passed and faster())
             return passed
 
-        found = bool(self._found(f"decode kernel for blocks of {form.block} tokens in heads of {form.dim}", right))
+        found = bool(self._found(what, right))
         self.slower += found and not pays
         return found and pays
 

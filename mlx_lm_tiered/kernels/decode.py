@@ -9,7 +9,7 @@ it takes an order of memory between blocks that Metal does not promise.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -67,27 +67,25 @@ class Format(NamedTuple):
 
 def supports(queries: mx.array, keys: Any, values: Any, slots: int, layout: Layout, mask: Any, sinks: Any) -> bool:
     """Whether the kernel computes this: one query a row, keys and values of one head dimension, a boolean mask over tokens or none."""
-    rows, heads, length, dim = queries.shape
-    kv_heads = keys[0].shape[1]
-    if length != 1 or sinks is not None or not layout.known or not layout.fits(keys, values, dim):
+    if not layout.fits(keys, values, queries.shape[3]) or keys[1].dtype not in _FLOATS or values[1].dtype != keys[1].dtype:
         return False
-    if dim > LARGEST_DIM or (dim > CHUNK and dim % CHUNK) or heads % kv_heads:
-        return False
-    if queries.dtype not in _FLOATS or keys[1].dtype not in _FLOATS or values[1].dtype != keys[1].dtype:
-        return False
-    form = Format(layout, dim, heads // kv_heads, queries.dtype, keys[1].dtype, 1.0)
-    return warps_that_fit(dialect(), form, 1) == 1 and may_serve(rows, kv_heads, slots, dim, mask)
+    return _supports(queries, keys[0].shape[1], slots, layout, keys[1].dtype, False, mask, sinks)
 
 
 def supports_records(queries: mx.array, held: mx.array, record: Record, slots: int, mask: Any, sinks: Any) -> bool:
     """As `supports`, over records (rows, heads, tokens, words)."""
+    if not record.key_dim == record.value_dim == queries.shape[3]:
+        return False
+    return _supports(queries, held.shape[1], slots, record.layout, record.numbers, True, mask, sinks)
+
+
+def _supports(queries: mx.array, kv_heads: int, slots: int, layout: Layout, scales: mx.Dtype, records: bool, mask: Any, sinks: Any) -> bool:
     rows, heads, length, dim = queries.shape
-    kv_heads = held.shape[1]
-    if length != 1 or sinks is not None or not record.layout.known or record.key_dim != dim or record.value_dim != dim:
+    if length != 1 or sinks is not None or not layout.known or heads % kv_heads or queries.dtype not in _FLOATS:
         return False
-    if dim > LARGEST_DIM or (dim > CHUNK and dim % CHUNK) or heads % kv_heads or queries.dtype not in _FLOATS:
+    if dim > LARGEST_DIM or (dim > CHUNK and dim % CHUNK):
         return False
-    form = Format(record.layout, dim, heads // kv_heads, queries.dtype, record.numbers, 1.0, records=True)
+    form = Format(layout, dim, heads // kv_heads, queries.dtype, scales, 1.0, records=records)
     return warps_that_fit(dialect(), form, 1) == 1 and may_serve(rows, kv_heads, slots, dim, mask)
 
 
@@ -146,6 +144,11 @@ class Options(NamedTuple):
     bounds: tuple[int, int]  # warps and resident blocks
 
 
+def scale_bits(scale: float) -> int:
+    """A scale as the texts have it: its bits, so that nothing is rounded on the way."""
+    return int(struct.unpack("<i", struct.pack("<f", scale))[0])
+
+
 def options(language: str, rows: int, kv_heads: int, form: Format, tuning: Tuning) -> Options:
     """Of both kernels.
 
@@ -160,7 +163,7 @@ def options(language: str, rows: int, kv_heads: int, form: Format, tuning: Tunin
     splits = min(max(tuning.splits, LEAST_ELEMENTS[language]), MOST_SPLITS)
     parts_constants = {
         "D": dim, "CH": chunks, "KB": layout.key_bits, "VB": layout.value_bits, "GS": layout.group_size, "TURBO": int(layout.turbo), "G": form.each,
-        "HK": kv_heads, "W": warps, "MASKED": int(form.masked), "SCALE": struct.unpack("<i", struct.pack("<f", form.scale))[0],
+        "HK": kv_heads, "W": warps, "MASKED": int(form.masked), "SCALE": scale_bits(form.scale),
         "LOWERED": layout.lowered, "T": form.queries, "S": form.scales,
     }  # fmt: skip
     if form.records:
@@ -222,7 +225,7 @@ class Step:
         self._book = [table(form.layout.value_bits)] if form.layout.turbo else []
         self._language = dialect()
         self._calls: dict[Tuning, Callable[[list[mx.array]], mx.array]] = {}
-        self._counters = cycle(_counters(max(LEAST_COUNTERS, self._units)) if merged(self._language, form) else [None])
+        self._counters = counters(self._units) if merged(self._language, form) else None
 
     def __call__(self, queries: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], slots: int, mask: Any, tuning: Tuning | None = None) -> mx.array:
         """Attention (rows, heads, 1, dim) of `queries` of that shape over the first `slots` tokens of planes."""
@@ -244,19 +247,22 @@ class Step:
         return call([queries, *held, seen])
 
     def _made(self, tuning: Tuning) -> Callable[[list[mx.array]], mx.array]:
-        form, back, counters = self._form, self._back, self._counters
-        found = options(self._language, self._rows, self._kv_heads, form, tuning)
-        first, second = kernels(self._language, form, found)
-        if second is None:
-            return lambda inputs: first(inputs=[*inputs, next(counters), *back], **found.parts)[0]
-        return lambda inputs: second(inputs=[*first(inputs=inputs, **found.parts), *back], **found.merge)[0]
+        found = options(self._language, self._rows, self._kv_heads, self._form, tuning)
+        return launch(*kernels(self._language, self._form, found), found, self._counters, self._back)
 
 
-def _counters(size: int) -> list[mx.array]:
-    """Arrays of zeros, to which kernels that count in them bring them back."""
-    found = [mx.zeros((size,), mx.uint32) for _ in range(COUNTERS)]
+def counters(units: int) -> Iterator[mx.array]:
+    """Arrays of zeros for so many blocks to count in, to which kernels bring them back, in turns."""
+    found = [mx.zeros((max(LEAST_COUNTERS, units),), mx.uint32) for _ in range(COUNTERS)]
     mx.eval(found)
-    return found
+    return cycle(found)
+
+
+def launch(first: Any, second: Any, found: Options, turns: Iterator[mx.array] | None, back: Sequence[mx.array] = ()) -> Callable[[list[mx.array]], mx.array]:
+    """A call of both kernels, or of the first where it does all, which then counts in one of `turns`. `back` goes to what merges."""
+    if turns is not None:
+        return lambda inputs: first(inputs=[*inputs, next(turns), *back], **found.parts)[0]
+    return lambda inputs: second(inputs=[*first(inputs=inputs, **found.parts), *back], **found.merge)[0]
 
 
 @cache
