@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train an assistant for the tiny Gemma 4, for tests and for `bench speculative`.
 
-    train_assistant.py TARGET_DIR OUT_DIR [--seconds 240]
+    train_assistant.py TARGET_DIR OUT_DIR [--seconds 240] [--hidden-size 64]
 
 Writes an artifact as Gemma 4's assistants are. The text is that of `train_tiny.py`. The
 target stays as it is: the assistant learns its distributions, from its hidden states
@@ -36,7 +36,7 @@ DEEP = 4  # drafts of a round
 LAYERS = ["sliding_attention", "full_attention"]
 
 
-def description(target: Any) -> dict[str, Any]:
+def description(target: Any, hidden: int) -> dict[str, Any]:
     """The artifact's config.json."""
     args = target.args
     return {
@@ -46,7 +46,7 @@ def description(target: Any) -> dict[str, Any]:
         "use_ordered_embeddings": False,
         "tie_word_embeddings": True,
         "text_config": {
-            "model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": len(LAYERS), "num_attention_heads": 4,
+            "model_type": "gemma4_text", "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": len(LAYERS), "num_attention_heads": args.num_attention_heads,
             "num_key_value_heads": args.num_key_value_heads, "head_dim": args.head_dim, "global_head_dim": args.global_head_dim,
             "rms_norm_eps": args.rms_norm_eps, "layer_types": LAYERS, "sliding_window": args.sliding_window,
             "max_position_embeddings": args.max_position_embeddings, "vocab_size": args.vocab_size, "num_kv_shared_layers": len(LAYERS),
@@ -96,18 +96,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=192)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--hidden-size", type=int, default=64)
     options = parser.parse_args()
     mx.random.seed(0)
     target, tokenizer = load(str(options.target))
     text = "\n\n".join(documents())
     tokens = mx.array(tokenizer.encode(text))
-    told = description(target)
+    told = description(target, options.hidden_size)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "config.json").write_text(json.dumps(told, indent=2) + "\n")
     (options.out / "generation_config.json").write_text(json.dumps({"num_assistant_tokens": 2}) + "\n")
     model = AssistantModel(configuration.read(options.out), centroid_head=False)
     model.model.embed_tokens.weight = mx.random.normal(model.model.embed_tokens.weight.shape) * 0.05
-    optimizer = optim.AdamW(learning_rate=3e-3, betas=[0.9, 0.98], weight_decay=0.05, bias_correction=True)
+    optimizer = optim.AdamW(learning_rate=options.rate, betas=[0.9, 0.98], weight_decay=0.05, bias_correction=True)
     step_of = nn.value_and_grad(model, loss_of)
     places = mx.arange(options.length)
     causal = places[None] <= places[:, None]
@@ -116,7 +118,7 @@ def main() -> None:
     began = reported = time.monotonic()
     steps = 0
     while (done := (time.monotonic() - began) / options.seconds) < 1:
-        optimizer.learning_rate = 3e-3 * min(1.0, (steps + 1) / 30) * (0.02 + 0.98 * (1 - done))
+        optimizer.learning_rate = options.rate * min(1.0, (steps + 1) / 30) * (0.02 + 0.98 * (1 - done))
         places_of = [rng.randrange(tokens.size - options.length) for _ in range(options.batch)]
         batch = mx.stack([tokens[at : at + options.length] for at in places_of])
         hidden, logprobs, read = seen(target, batch)
