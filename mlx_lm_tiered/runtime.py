@@ -351,8 +351,12 @@ class Runtime:
 
         size = self.settings.paged_kv_pool
         self._pages = Pages(self.settings.paged_kv_block_size, default_ram_bytes() if size is None else size, self.statistics, self.settings.kernels)
-        self._blocks = Blocks(self._pages, lambda: [entry for cache in list(self._caches) for entry in cache.entries()], self._relief.until, self._lender)
+        self._blocks = Blocks(self._pages, self._stored, lambda enough, choose: self._relief.until(enough, choose=choose), self._lender)
         return self._pages
+
+    def _stored(self) -> list[Any]:
+        """All stored prefixes in memory, those included that are only there until they are written."""
+        return [entry for cache in list(self._caches) for entry in cache.entries()] + (self.storage.queue.jobs() if self.storage is not None else [])
 
     def _lender(self, source: ModelSource, tokens: Sequence[int]) -> tuple[Entry, int] | None:
         """The stored prefix in memory that a request will find, and its length."""
@@ -360,8 +364,10 @@ class Runtime:
         found = [one for cache in list(self._caches) if (one := cache.lender(source, tokens, key)) is not None]
         return max(found, key=lambda one: one[1], default=None)
 
-    def _adopted(self, source: ModelSource, caches: list[Any]) -> list[Any] | None:
-        return self._pages.adopted(source.path, caches) if self._pages is not None else caches
+    def _adopted(self, source: ModelSource, caches: list[Any], lender: tuple[Entry, int] | None) -> list[Any] | None:
+        if self._pages is None:
+            return caches
+        return self._pages.adopted(source.path, caches, *(lender or ()))
 
     def _drop_blocks(self, source: ModelSource) -> None:
         """Let go of a model's pool: what is stored in its blocks goes with the model."""

@@ -104,6 +104,11 @@ class SpillQueue:
             job, length = best
             return job, job.caches, length  # the list: a job that is given up takes a new one
 
+    def jobs(self) -> list[Job]:
+        """What waits to be written or is being written."""
+        with self._condition:
+            return list(self._pending)
+
     def namespaces(self, fingerprint: str) -> list[str]:
         """The namespaces in which this model has jobs."""
         with self._condition:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from mlx_lm_hooks import Admission, Refused
 
 from .pool import RETRY_AFTER, Pool, PoolExhausted
-from .scheme import Pages, storage_of
+from .scheme import Holds, Pages, storage_of
 from .table import Storage, Table
 
 # Seconds that a request waits at most.
@@ -25,21 +25,17 @@ LOOK_AGAIN, LEAST = 20, 0.005
 UNBOUNDED = 256
 
 
-class Holds(Protocol):
-    """A stored prefix."""
-
-    @property
-    def caches(self) -> list[Any]: ...
-
-
 class Blocks:
-    """`entries()` are the stored prefixes whose blocks can be made free, `make_room(enough)` frees some until enough; `lender(source, tokens)` is the one a request will share blocks with, and of how many tokens."""
+    """`entries()` are the stored prefixes whose blocks can be made free; `make_room(enough, choose)` frees, until enough, those that `choose` picks one by one, as long as it picks any.
+
+    `lender(source, tokens)` is the stored prefix that a request will share blocks with, and of how many tokens.
+    """
 
     def __init__(
         self,
         pages: Pages,
         entries: Callable[[], Iterable[Holds]],
-        make_room: Callable[[Callable[[], bool]], bool],
+        make_room: Callable[[Callable[[], bool], Callable[[Sequence[Any]], Any]], bool],
         lender: Callable[[Any, Sequence[int]], tuple[Holds, int] | None],
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -85,8 +81,9 @@ class Blocks:
         def need() -> int:
             return storage.blocks_for(tokens) - len(table.blocks) + copies()
 
-        if pool.available < need():
-            self._make_room(lambda: pool.available >= need())
+        # Nothing is let go where all of it would not be enough.
+        if pool.available < need() <= pool.available + copies() + len(self._idle_blocks(storage)):
+            self._make_room(lambda: pool.available >= need(), self._choosing(storage, lambda held: copies() > 0 and held.blocks[-1:] == table.blocks[-1:]))
         try:
             table.reserve(need(), copies())
         except PoolExhausted as error:
@@ -144,22 +141,43 @@ class Blocks:
         lent = self._lender(waiting.source, waiting.tokens)
         if lent is not None and (found := storage_of(lent[0].caches)) is not None and found[0] is storage:
             shared = set(found[1].blocks[: lent[1] // storage.block])
-        return need - len(shared) <= available + self._idle_blocks(storage, shared)
+        return need - len(shared) <= available + len(self._idle_blocks(storage) - shared)
 
-    def _idle_blocks(self, storage: Storage, but: Iterable[int] = ()) -> int:
-        """Blocks that only stored prefixes hold, without those in `but`."""
-        tables = {id(table): table for entry in self._entries() if (found := storage_of(entry.caches)) is not None and found[0] is storage for table in (found[1],)}
+    def _idle_blocks(self, storage: Storage) -> set[int]:
+        """Blocks that only stored prefixes hold."""
+        tables = {id(table): table for _, table in _tables(storage, self._entries())}
         held = Counter(block for table in tables.values() for block in table.blocks)
-        pool, but = storage.pool, set(but)
-        return sum(pool.count(block) == count and block not in but for block, count in held.items())
+        return {block for block, holders in zip(held, storage.pool.counts(held), strict=True) if holders == held[block]}
+
+    def _choosing(self, storage: Storage, otherwise: Callable[[Table], bool]) -> Callable[[Sequence[Any]], Any]:
+        """Of stored prefixes, the least recently used first, which goes next: one that has blocks of its own, else one of several
+        that nobody else shares blocks with, else one whose table is as `otherwise` says. The others' blocks would stay where they are."""
+        idle: set[int] | None = None
+
+        def choose(entries: Sequence[Any]) -> Any:
+            nonlocal idle
+            held = list(_tables(storage, entries))
+            for entry, table in held:
+                if storage.pool.sole(table.blocks):
+                    return entry
+            idle = self._idle_blocks(storage) if idle is None else idle
+            for entry, table in held:
+                if not idle.isdisjoint(table.blocks):
+                    return entry
+            return next((entry for entry, table in held if otherwise(table)), None)
+
+        return choose
 
     def _idle(self, storage: Storage) -> bool:
         """Whether no request has any blocks."""
-        return storage.pool.reserved == 0 and storage.pool.used == self._idle_blocks(storage)
+        return storage.pool.reserved == 0 and storage.pool.used == len(self._idle_blocks(storage))
 
-    def _relieve(self, pool: Pool, missing: int) -> None:
+    def _relieve(self, storage: Storage, missing: int, last: bool) -> None:
+        pool = storage.pool
         enough = pool.available + missing
-        self._make_room(lambda: pool.available >= enough)
+        if last or missing <= len(self._idle_blocks(storage)):
+            # The last ones free nothing, but who shares a block with them need not copy it any more.
+            self._make_room(lambda: pool.available >= enough, self._choosing(storage, lambda table: last))
 
 
 class Waiting:
@@ -180,6 +198,13 @@ class Waiting:
 def longest(prompt: int, max_tokens: int) -> int:
     """Tokens of a request whose reply is as long as it may be. In a batch mlx-lm forwards the last one as well, as it hands it out."""
     return prompt + (max_tokens if max_tokens > 0 else UNBOUNDED)
+
+
+def _tables(storage: Storage, entries: Iterable[Holds]) -> Iterator[tuple[Any, Table]]:
+    """Those with blocks of this pool, and their tables."""
+    for entry in entries:
+        if (found := storage_of(entry.caches)) is not None and found[0] is storage:
+            yield entry, found[1]
 
 
 def _forks(storage: Storage, table: Table, cached: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mlx_lm_hooks import Refused
 
@@ -92,6 +92,18 @@ class Pool:
         with self._lock:
             self._settle()
             return self._counts[block]
+
+    def counts(self, blocks: Iterable[int]) -> list[int]:
+        """The same of each of these."""
+        with self._lock:
+            self._settle()
+            return [self._counts[block] for block in blocks]
+
+    def sole(self, blocks: Iterable[int]) -> int:
+        """How many of these have one holder: what its going would free."""
+        with self._lock:
+            self._settle()
+            return sum(self._counts[block] == 1 for block in blocks)
 
     def take(self, count: int, after: int | None = None, promised: int = 0) -> list[int]:
         """`count` blocks, each held once: behind block `after` where those are free, else in one run where there is one, else as they come.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..caches import nested
 from ..caches.kind import kind_named, register
@@ -16,7 +16,6 @@ from ..statistics import Statistics
 from . import attention, plan
 from .cache import PagedKVCache, append
 from .plan import Plan
-from .pool import Pool
 from .table import Storage, Table
 
 logger = logging.getLogger("mlx_lm_tiered")
@@ -26,6 +25,13 @@ _ATTRIBUTE = "_mlx_lm_tiered_pages"
 for _kind in KINDS:
     if kind_named(_kind.name) is None:
         register(_kind)
+
+
+class Holds(Protocol):
+    """A stored prefix."""
+
+    @property
+    def caches(self) -> list[Any]: ...
 
 
 class Pages:
@@ -41,7 +47,8 @@ class Pages:
         self.block, self.nbytes = block, nbytes
         self._statistics = statistics
         self._kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text))
-        self.relieve: Callable[[Pool, int], None] | None = None  # to have blocks let go (see `Pool`)
+        # To have so many blocks let go (see `Pool`); as a last resort, or only where it is of use.
+        self.relieve: Callable[[Storage, int, bool], None] = lambda storage, missing, last: None
         self.storages: dict[Path | None, Storage] = {}  # of the models that are loaded
 
     # The contract
@@ -87,15 +94,18 @@ class Pages:
         known = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
         return known[1][0] if known is not None and known[0] is self and known[1] is not None else None
 
-    def adopted(self, path: Path | None, caches: list[Any]) -> list[Any] | None:
+    def adopted(self, path: Path | None, caches: list[Any], lender: Holds | None = None, common: int = 0) -> list[Any] | None:
         """Restored caches with those of full attention in blocks; as they are where the model is not paged, None where blocks are short.
 
-        One layer is copied and its source freed before the next.
+        Whole blocks of the first `common` tokens are shared with the stored prefix `lender`, which holds the same ones and may be let
+        go meanwhile. One layer is copied and its source freed before the next.
         """
         storage = self.storages.get(path)
         if storage is None:
             return caches
         table = Table(storage)
+        tokens = nested.common_length(caches) or 0
+        shared = _share(table, lender, min(common, tokens)) if lender is not None else 0
         layers = iter(range(len(storage.arenas.layers)))
         from mlx_lm.models.cache import KVCache
 
@@ -105,14 +115,16 @@ class Pages:
             layer = next(layers)
             made = PagedKVCache(table, layer)
             if leaf.offset:
-                append(table, layer, leaf.keys[:, :, : leaf.offset], leaf.values[:, :, : leaf.offset])
+                table.lengths[layer] = shared
+            if leaf.offset > shared:
+                append(table, layer, leaf.keys[:, :, shared : leaf.offset], leaf.values[:, :, shared : leaf.offset])
                 storage.arenas.settle(layer)
                 leaf.keys = leaf.values = None
             return made
 
-        needed = storage.blocks_for(nested.common_length(caches) or 0)
-        if needed > storage.pool.available and self.relieve is not None:
-            self.relieve(storage.pool, needed - storage.pool.available)
+        needed = storage.blocks_for(tokens) - len(table.blocks)
+        if needed > storage.pool.available:
+            self.relieve(storage, needed - storage.pool.available, False)
         if needed > storage.pool.available:
             return None
         return [mapped(cache, change) for cache in caches]
@@ -155,7 +167,7 @@ class Pages:
                     from .kernel import OverBlocks
 
                     storage.attend = OverBlocks(self._kernels)
-                storage.pool.relieve = lambda missing: self.relieve(storage.pool, missing) if self.relieve is not None else None
+                storage.pool.relieve = lambda missing: self.relieve(storage, missing, True)
                 for layer in range(len(made.paged)):
                     storage.arenas.settle(layer)  # now, so that the memory guard sees what the pool takes
                 found = made, storage
@@ -167,6 +179,16 @@ class Pages:
             # Not through nn.Module's own __setattr__, which would make it a member of the model.
             object.__setattr__(model, _ATTRIBUTE, (self, found))
         return found
+
+
+def _share(table: Table, lender: Holds, common: int) -> int:
+    """Begin a table with the whole blocks of a stored prefix's first `common` tokens; returns how many tokens those are."""
+    known = storage_of(lender.caches)
+    shared = common // table.storage.block * table.storage.block
+    if known is None or known[0] is not table.storage or not shared:
+        return 0
+    table.share(known[1], shared)
+    return shared
 
 
 def storage_of(caches: Sequence[Any] | None) -> tuple[Storage, Table] | None:

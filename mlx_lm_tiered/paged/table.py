@@ -72,7 +72,7 @@ class Reservation:
 
     def give_back(self, blocks: list[int]) -> None:
         """Give up a hold on each block. Those that are free then are promised again, as far as they were: drafts take blocks that are trimmed and taken again."""
-        promised = min(self.used, sum(self._pool.count(block) == 1 for block in blocks))
+        promised = min(self.used, self._pool.sole(blocks))
         self.used -= promised
         self.left += promised
         self._pool.let_go(blocks, -promised)
@@ -157,6 +157,12 @@ class Table:
                 self.storage.pool.let_go(gone)
         return count
 
+    def share(self, other: Table, length: int) -> None:
+        """Begin with the blocks of another table's first `length` tokens, of which no layer has any yet."""
+        blocks = other.blocks[: self.storage.blocks_for(length)]
+        self.storage.pool.share(blocks)
+        self.blocks = blocks
+
     def fork(self, layer: int, length: int, key: object = None) -> Table:
         """A table that shares the blocks of a layer's first `length` tokens. Asked for each layer in turn, the layers get the same one.
 
@@ -165,9 +171,7 @@ class Table:
         made = self._fork() if self._fork is not None else None
         if made is None or made.lengths[layer] is not None or self._forked_at != (length, key):
             made = Table(self.storage)
-            blocks = self.blocks[: self.storage.blocks_for(length)]
-            self.storage.pool.share(blocks)
-            made.blocks = blocks
+            made.share(self, length)
             self._fork, self._forked_at = weakref.ref(made), (length, key)
         made.lengths[layer] = length
         return made

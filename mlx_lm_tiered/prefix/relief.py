@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 PATIENCE = 2.0
 
 
+Choose = Callable[[Sequence[Entry]], Entry | None]
+
+
+def _first(entries: Sequence[Entry]) -> Entry:
+    return entries[0]
+
+
 class Relief:
     """Frees entries of all RAM tiers. Generation thread only, but for `report` and `held`."""
 
@@ -41,19 +48,22 @@ class Relief:
                 return found[0]
         return None
 
-    def until(self, enough: Callable[[], bool], spare: Entry | None = None) -> bool:
-        """Free entries until `enough()`, but not `spare`. False when everything else is freed and it still is not."""
+    def until(self, enough: Callable[[], bool], spare: Entry | None = None, choose: Choose = _first) -> bool:
+        """Free entries until `enough()`, but not `spare`. False when everything else is freed and it still is not.
+
+        `choose` says of those that are left, least recently used first, which goes next; None when the others are of no use.
+        """
         if enough():
             return True
-        for cache, entry in self._entries(spare):
+        for cache, entry in self._entries(spare, choose):
             if cache.returns(entry):
                 self._free(cache, entry)
                 if enough():
                     return True
-        if (queue := self._queue()) is not None and self._written(queue, enough, spare):
+        if (queue := self._queue()) is not None and self._written(queue, enough, spare, choose):
             return True
         # What is left could not be written in time. A cache must not stand in the way of a request.
-        for cache, entry in self._entries(spare):
+        for cache, entry in self._entries(spare, choose):
             self._free(cache, entry)
             if queue is not None:
                 self._lost += 1
@@ -93,15 +103,18 @@ class Relief:
         """For `/stats`. Any thread."""
         return {"relieved_entries": self._freed, "relieved_bytes": self._freed_bytes, "relieved_unsaved": self._lost}
 
-    def _entries(self, spare: Entry | None) -> Iterator[tuple[TieredPrefixCache, Entry]]:
-        """All entries but `spare`, least recently used first."""
-        found = [(cache, entry) for cache in self._caches() for entry in cache.entries() if entry is not spare]
-        return iter(sorted(found, key=lambda pair: pair[1].last_used))
+    def _entries(self, spare: Entry | None, choose: Choose) -> Iterator[tuple[TieredPrefixCache, Entry]]:
+        """All entries but `spare`, as they are chosen: what one frees depends on who went before it."""
+        left = {entry: cache for cache in self._caches() for entry in cache.entries() if entry is not spare}
+        order = sorted(left, key=lambda entry: entry.last_used)
+        while order and (entry := choose(order)) is not None:
+            order.remove(entry)
+            yield left[entry], entry
 
-    def _written(self, queue: SpillQueue, enough: Callable[[], bool], spare: Entry | None) -> bool:
+    def _written(self, queue: SpillQueue, enough: Callable[[], bool], spare: Entry | None, choose: Choose) -> bool:
         """Write entries and free them, until it is enough or time is up."""
         deadline = self._clock() + PATIENCE
-        for cache, entry in self._entries(spare):
+        for cache, entry in self._entries(spare, choose):
             if not cache.save_now(entry, queue, deadline):
                 if self._clock() > deadline:
                     break

@@ -56,8 +56,8 @@ class TieredPrefixCache:
         self._writebehind = writebehind and ssd is not None
         self._min_tokens = max(1, min_tokens)
         self.is_clients: Callable[[Sequence[int]], bool] = lambda tokens: True  # whether a lookup counts
-        # Restored caches as requests have theirs; None when there is no room for them.
-        self.adopted: Callable[[ModelSource, list[Any]], list[Any] | None] = lambda source, caches: caches
+        # Restored caches as requests have theirs, given what is in memory of their prefix; None when there is no room for them.
+        self.adopted: Callable[[ModelSource, list[Any], tuple[Entry, int] | None], list[Any] | None] = lambda source, caches, lender: caches
         self.unsaved = Unsaved(max_unsaved_bytes, ram.__contains__)
         ram.on_evict = self._evicted
         self.demotion = None if ssd is None else Demotion(ram, ssd, statistics, demote_idle)
@@ -234,7 +234,7 @@ class TieredPrefixCache:
         longer_than = found[1] if found is not None else self._min_tokens - 1
         restored = restore(longer_than)
         if restored is not None and restored.length > longer_than:
-            if (restored := self._adopt(source, restored)) is not None:
+            if (restored := self._adopt(source, restored, found)) is not None:
                 return self._keep_restored(namespace, source, tokens, restored), "ssd"
             found, tier = self._in_memory(namespace, source, tokens, key)  # it may have had to make room
         if found is None:
@@ -264,8 +264,8 @@ class TieredPrefixCache:
             found.append(self._ssd.waiting(namespace, source, key, usable))
         return max((one for one in found if one is not None), key=lambda one: one[1], default=None)
 
-    def _adopt(self, source: ModelSource, restored: Taken) -> Taken | None:
-        caches = self.adopted(source, restored.caches)
+    def _adopt(self, source: ModelSource, restored: Taken, found: tuple[Entry, int] | None) -> Taken | None:
+        caches = self.adopted(source, restored.caches, found)
         return None if caches is None else restored._replace(caches=caches)
 
     def _keep_restored(self, namespace: Hashable, source: ModelSource, tokens: Sequence[int], restored: Taken) -> Taken:

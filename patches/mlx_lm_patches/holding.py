@@ -74,9 +74,9 @@ def preparation_for(runtime: Runtime, generator: Any, request: Any, args: Any) -
         return None
     setattr(request, _TOKENIZED, (provider.model_key, result))
     source = runtime.source_for(provider.model_key)
-    waits = [checkpointing.prepare(runtime, source, lambda: prepare(provider.model_key, result[0])), _hold(runtime, source, result[0], args)]
-    waits = [one for one in waits if one is not None]
-    return All(waits) if len(waits) > 1 else waits[0] if waits else None
+    hold = lambda: _hold(runtime, source, result[0], args)  # noqa: E731
+    restore = checkpointing.prepare(runtime, source, lambda: prepare(provider.model_key, result[0]))
+    return hold() if restore is None else Behind(restore, hold)
 
 
 def _hold(runtime: Runtime, source: ModelSource, tokens: list[int], args: Any) -> Preparation | None:
@@ -87,21 +87,30 @@ def _hold(runtime: Runtime, source: ModelSource, tokens: list[int], args: Any) -
         return None
 
 
-class All:
-    """Several preparations of one request, of which each is done before the next is asked."""
+class Behind:
+    """A preparation, and what is found to be waited for once that is done: others have gone on meanwhile."""
 
-    def __init__(self, parts: list[Preparation]):
-        self._parts = parts
-        self._left = list(parts)
+    def __init__(self, first: Preparation, then: Callable[[], Preparation | None]):
+        self._first = first
+        self._then: Callable[[], Preparation | None] | None = then
+        self._second: Preparation | None = None
 
     def step(self) -> bool:
-        while self._left and self._left[0].step():
-            self._left.pop(0)
-        return not self._left
+        if self._then is not None:
+            if not self._first.step():
+                return False
+            then, self._then = self._then, None
+            self._second = then()
+        return self._second is None or self._second.step()
 
     def cancel(self) -> None:
-        for part in self._parts:
-            part.cancel()
+        self._then = None
+        second, self._second = self._second, None
+        try:
+            self._first.cancel()
+        finally:
+            if second is not None:
+                second.cancel()
 
 
 def remembering(tokenize: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,9 +38,10 @@ class World:
         self.lent: tuple[Entry, int] | None = None
         self.blocks = Blocks(self.pages, lambda: self.entries, self.make_room, lambda source, tokens: self.lent, lambda: self.now)
 
-    def make_room(self, enough: Any) -> bool:
-        while not enough() and self.entries:
-            self.entries.pop(0)
+    def make_room(self, enough: Any, choose: Any) -> bool:
+        while not enough() and self.entries and (entry := choose(self.entries)) is not None:
+            self.entries.remove(entry)
+            entry.caches = []  # as `TieredPrefixCache.release`
         return enough()
 
     def caches(self, tokens: int) -> list[Any]:
@@ -196,13 +197,60 @@ def test_a_prefix_that_is_stored_meanwhile_takes_nothing_of_what_is_promised(wor
 
 
 def test_with_no_other_block_the_prefix_goes_and_nothing_is_copied(world):
-    world.storage.pool.relieve = lambda missing: world.pages.relieve(world.storage.pool, missing)
+    world.storage.pool.relieve = lambda missing: world.pages.relieve(world.storage, missing, True)
     _, caches = world.admit(6, 10)
     append(caches[0].table, 0, *[mx.ones((1, 1, 6, 2))] * 2)
     other = world.admit(23, 1)
     world.entries.append(Entry([caches[0].lent()]))
     append(caches[0].table, 0, *[mx.ones((1, 1, 10, 2))] * 2)
     assert other[0] is None and not world.entries and world.storage.pool.used == 4
+
+
+def test_prefixes_whose_blocks_running_requests_share_stay_when_room_is_made(world):
+    shared, other = world.store(8), world.store(8)
+    running = [shared.caches[0].lent()]
+    first = world.admit(21, 3)  # 6 blocks; 2 of the 10 are shared, 2 the other's
+    assert first[0] is None and world.entries == [shared, other], "there was room"
+    assert world.admit(7, 1)[0] is None and world.entries == [shared] and running
+
+
+def test_prefixes_that_only_share_with_each_other_go_together(world):
+    world.store(16)
+    world.entries.append(Entry([world.entries[0].caches[0].lent()]))
+    assert world.admit(35, 5)[0] is None and world.entries == []
+
+
+def test_what_would_not_be_enough_is_not_let_go(world):
+    first, second = world.store(8), world.store(8)
+    _, running = world.admit(20, 4)
+    assert world.admit(20, 4)[0].status == 503 and world.entries == [first, second]
+    assert world.pages.adopted(SOURCE.path, restored(20)) is None and world.entries == [first, second] and running
+
+
+def restored(tokens: int) -> list[Any]:
+    """What came from disk; each token has its place as a number."""
+    plain = KVCache()
+    plain.update_and_fetch(*[mx.arange(tokens, dtype=mx.float32)[None, None, :, None] * mx.ones((1, 1, 1, 2))] * 2)
+    return [plain]
+
+
+def test_what_is_restored_shares_the_blocks_of_its_prefix_that_is_there(world):
+    (there,) = world.pages.adopted(SOURCE.path, restored(10))
+    world.entries.append(Entry([there]))
+    lost = world.caches(16)
+    (longer,) = world.pages.adopted(SOURCE.path, restored(18), world.entries[0], 10)
+    assert longer.table.blocks[:2] == there.table.blocks[:2] and world.storage.pool.used == 3 + 4 + 3
+    assert longer.offset == 18 and longer.keys[0, 0, :, 1].tolist() == list(range(18))
+    assert world.pages.adopted(SOURCE.path, restored(14), world.entries[0], 10) is None, "two blocks more are needed" and lost
+
+
+def test_what_is_restored_keeps_the_blocks_that_make_room_for_it(world):
+    (there,) = world.pages.adopted(SOURCE.path, restored(10))
+    world.entries.append(Entry([there]))
+    del there
+    lost = world.caches(16)
+    (longer,) = world.pages.adopted(SOURCE.path, restored(22), world.entries[0], 10)
+    assert world.entries == [] and world.storage.pool.used == 10 and longer.keys[0, 0, :, 0].tolist() == list(range(22)) and lost
 
 
 def test_caches_that_are_not_paged_are_no_concern_of_it(world):

@@ -300,7 +300,7 @@ def test_what_made_room_for_a_restored_prefix_that_did_not_fit_is_not_lent(in_ra
     ssd.take = lambda *_: Taken(plain(4), 4)
     ssd.decided = lambda *_: None
 
-    def no_room(source, caches):
+    def no_room(source, caches, lender):
         for entry in cache.entries():
             cache.release(entry)
 

@@ -190,3 +190,20 @@ def test_after_the_loop_began_anew_a_request_is_tokenized_for_its_own_model(tiny
         until(lambda: generator.model_provider.model_key is not None and generator.model_provider.model_key[0] == str(tiny_llama))
         assert ask(generator, "others", model=other)[0] == before
     assert used and all(asked == loaded for asked, loaded in used), used
+
+
+def test_what_a_request_waits_for_behind_its_restore_is_found_when_that_is_done():
+    from mlx_lm_patches.holding import Behind
+
+    restore, room, asked = Preparation(), Preparation(), []
+    waiting = Behind(restore, lambda: asked.append(1) or room)
+    assert not waiting.step() and not asked, "others may take the room meanwhile"
+    restore.ready.set()
+    assert not waiting.step() and not waiting.step() and len(asked) == 1
+    room.ready.set()
+    assert waiting.step()
+    waiting.cancel()
+    assert restore.cancelled.is_set() and room.cancelled.is_set()
+    cancelled = Behind(Preparation(), lambda: asked.append(2))
+    cancelled.cancel()
+    assert len(asked) == 1
