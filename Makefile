@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11 or newer and make; the tests also a C++ compiler (c++).
+# `make demo`, `make test` and `make docs` (a site, in build/site) need Python 3.11 or newer and make; the tests also a C++ compiler (c++).
 # Everything is installed into .venv; nothing outside this directory is changed,
 # but for the demo's model, which goes to the user's cache directory.
 
@@ -20,13 +20,16 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo test clean
+.PHONY: demo test docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/mlx_lm.tiered demo $(DEMO_ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TEST_ARGS)
+
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict
 
 $(INSTALLED): pyproject.toml $(wildcard patches/site/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where it is with make PYTHON=..."; exit 1; }
