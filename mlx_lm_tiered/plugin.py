@@ -48,7 +48,7 @@ def mlx_lm_configure(invocation: Invocation) -> None:
     if paged:
         from .paged.options import check as check_paging
 
-        check_paging(settings, scheme, drafting.source, invocation)
+        check_paging(settings, scheme, invocation)
     runtime = Runtime(settings, scheme, drafting, paged=paged)
     runtime.trace = open_trace(settings, drafting, runtime.statistics)
     mlx_lm_unconfigure()

@@ -367,18 +367,20 @@ class Runtime:
     def _adopted(self, source: ModelSource, caches: list[Any], lender: tuple[Entry, int] | None) -> list[Any] | None:
         if self._pages is None:
             return caches
+        if source == drafting.identity(self._drafting):
+            return self._pages.unpaged(caches)
         return self._pages.adopted(source.path, caches, *(lender or ()))
 
     def _drop_blocks(self, source: ModelSource) -> None:
         """Let go of a model's pool: what is stored in its blocks goes with the model."""
-        if self._pages is None or source.path not in self._pages.storages:
+        if self._pages is None or not self._pages.storages:
             return
         namespace = self._namespace(source)
         for cache in list(self._caches):
             for entry in cache.entries():
                 if entry.namespace == namespace:
                     cache.release(entry)
-        self._pages.unloaded(source.path)
+        self._pages.unloaded()
 
     def _open_storage(self, restoring_bytes: int) -> None:
         """Not before there is something to serve: a server sets up its log after its flags are read."""

@@ -96,7 +96,7 @@ class MemoryGuard:
         if not self._roomy(limit, need) and not self._relief.until(fits, spare):
             # Last, its own entry: the request holds the buffers anyway. Alone it writes to them in place, or frees
             # them when it has copied the part that it uses.
-            if own is None or not self._relief.give_up(own, lambda: fits(own.nbytes)):
+            if own is None or not self._relief.give_up(own, lambda: fits(own.own_nbytes)):
                 return self._refuse(
                     503,
                     f"not enough memory at the moment: the request needs {format_size(need)}, and {format_size(live())} of the "

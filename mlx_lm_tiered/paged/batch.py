@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import _BaseCache, create_attention_mask, create_causal_mask
 
 from .attention import Rows
-from .cache import PagedKVCache, append, read
+from .cache import PagedKVCache, append, newest, read
 from .table import Storage, Table
 
 
@@ -81,6 +81,10 @@ class BatchPagedKVCache(_BaseCache):
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the last update gave: layers that read another's ask for it."""
         return self._fetched(*self._last)
+
+    def alone(self, most: int | None = None) -> tuple[mx.array, mx.array, int] | None:
+        """As `PagedKVCache.alone`; None where there are several rows."""
+        return newest(self.tables[0], self.layer, most) if len(self.tables) == 1 else None
 
     def _fetched(self, before: list[int], counts: list[int], tokens: int) -> tuple[Any, Any]:
         self._apart = not self.storage.padded and (len(self.tables) > 1 or self._in_pieces(tokens))

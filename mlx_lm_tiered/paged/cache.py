@@ -43,6 +43,10 @@ class PagedKVCache(_BaseCache):
         """What all its tokens have; without a copy where its blocks are one run."""
         return read(self.table, self.layer)
 
+    def alone(self, most: int | None = None) -> tuple[mx.array, mx.array, int] | None:
+        """Keys and values of its newest `most` tokens, or of all, and how many those are; None where there is none. They may be views: let them go before the next write."""
+        return newest(self.table, self.layer, most)
+
     @property
     def keys(self) -> mx.array | None:
         return self.keys_and_values()[0] if self.offset else None
@@ -125,3 +129,10 @@ def append(table: Table, layer: int, keys: mx.array, values: mx.array) -> None:
 def read(table: Table, layer: int) -> tuple[mx.array, mx.array]:
     """Keys and values of all of a layer's tokens, (1, heads, tokens, dim)."""
     return table.storage.arenas.read(layer, table.slots(0, table.length(layer)))
+
+
+def newest(table: Table, layer: int, most: int | None) -> tuple[mx.array, mx.array, int] | None:
+    """The same of the newest `most` tokens, and how many those are; None where there is none."""
+    length = table.length(layer)
+    count = length if most is None else min(most, length)
+    return (*table.storage.arenas.read(layer, table.slots(length - count, length)), count) if count else None

@@ -8,14 +8,12 @@ from ..schemes.spec import Spec
 from ..settings import Settings, flag, format_size
 
 
-def check(settings: Settings, spec: Spec, drafts: str, invocation: Invocation) -> None:
-    """Refuse a start that paging cannot serve; `drafts` names the source of drafts. Raises UsageError with one sentence."""
+def check(settings: Settings, spec: Spec, invocation: Invocation) -> None:
+    """Refuse a start that paging cannot serve. Raises UsageError with one sentence."""
     if invocation.command != "server":
         raise UsageError("--paged-kv is for servers; leave it out")
     if not spec.plain:
         raise UsageError(f"--paged-kv keeps KV in the model's own precision, and {spec.origin} {spec} does not; leave one of them out")
-    if getattr(invocation.args, "draft_model", None) or drafts not in ("off", "ngram"):
-        raise UsageError("--paged-kv and --draft-model cannot be combined yet; leave one of them out")
     if settings.generation_checkpoint:
         raise UsageError("--paged-kv and --generation-checkpoint cannot be combined yet; leave one of them out")
     for name in ("prompt_cache_bytes", "prompt_cache_size"):

@@ -49,7 +49,7 @@ class Pages:
         self._kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text))
         # To have so many blocks let go (see `Pool`); as a last resort, or only where it is of use.
         self.relieve: Callable[[Storage, int, bool], None] = lambda storage, missing, last: None
-        self.storages: dict[Path | None, Storage] = {}  # of the models that are loaded
+        self.storages: dict[Path | None, Storage] = {}  # of the model that is loaded; one beside it, that mlx-lm drafts with, is not paged
 
     # The contract
 
@@ -95,24 +95,29 @@ class Pages:
         return known[1][0] if known is not None and known[0] is self and known[1] is not None else None
 
     def adopted(self, path: Path | None, caches: list[Any], lender: Holds | None = None, common: int = 0) -> list[Any] | None:
-        """Restored caches with those of full attention in blocks; as they are where the model is not paged, None where blocks are short.
+        """A request's caches with those of full attention in blocks; as they are where these are so already or the model is not paged, None where blocks are short.
 
         Whole blocks of the first `common` tokens are shared with the stored prefix `lender`, which holds the same ones and may be let
         go meanwhile. One layer is copied and its source freed before the next.
         """
+        from mlx_lm.models.cache import KVCache
+
         storage = self.storages.get(path)
         if storage is None:
+            return caches
+        # What comes behind a model's own layers is a draft model's, where mlx-lm drafts.
+        full = [leaf for leaf in leaves(caches) if type(leaf) in (KVCache, PagedKVCache)][: len(storage.arenas.layers)]
+        layers = {id(leaf): layer for layer, leaf in enumerate(full) if type(leaf) is KVCache}
+        if not layers:
             return caches
         table = Table(storage)
         tokens = nested.common_length(caches) or 0
         shared = _share(table, lender, min(common, tokens)) if lender is not None else 0
-        layers = iter(range(len(storage.arenas.layers)))
-        from mlx_lm.models.cache import KVCache
 
         def change(leaf: Any) -> Any:
-            if type(leaf) is not KVCache:
+            layer = layers.get(id(leaf))
+            if layer is None:
                 return leaf
-            layer = next(layers)
             made = PagedKVCache(table, layer)
             if leaf.offset:
                 table.lengths[layer] = shared
@@ -129,9 +134,25 @@ class Pages:
             return None
         return [mapped(cache, change) for cache in caches]
 
-    def unloaded(self, path: Path | None) -> None:
-        """Let go of a model's pool; its caches hold it as long as there are any."""
-        self.storages.pop(path, None)
+    @staticmethod
+    def unpaged(caches: list[Any]) -> list[Any]:
+        """The same with copies of what is in blocks: for a model that drafts, and finds what it computed when it answered."""
+        from mlx_lm.models.cache import KVCache
+
+        def change(leaf: Any) -> Any:
+            if not isinstance(leaf, PagedKVCache):
+                return leaf
+            made = KVCache()
+            if leaf.offset:
+                made.keys, made.values = (leaf.later(side).make() for side in ("keys", "values"))
+                made.offset = leaf.offset
+            return made
+
+        return [mapped(cache, change) for cache in caches]
+
+    def unloaded(self) -> None:
+        """The model goes. Let go of its pool; caches hold it as long as there are any."""
+        self.storages.clear()
 
     def report(self) -> dict[str, Any]:
         """What `/stats` answers, of all pools. Any thread."""
@@ -155,8 +176,10 @@ class Pages:
             return known[1]
         found = None
         try:
-            made = plan.make(model, caches)
-            if made is None:
+            made = None if self.storages else plan.make(model, caches)
+            if self.storages:
+                logger.info("paged KV: the pool is another model's, and the caches of %s stay as they are", path or "this model")
+            elif made is None:
                 logger.warning("--paged-kv: none of the caches of %s is of full attention, and they stay as they are", path or "this model")
             else:
                 blocks = self.nbytes // (made.token_bytes * self.block)

@@ -57,6 +57,11 @@ class Entry:
         beside = self.companion.tensors.values() if self.companion is not None else ()
         self.nbytes = kinds.nbytes(self.caches) + sum(array.nbytes for array in beside)
 
+    @property
+    def own_nbytes(self) -> int:
+        """Of these bytes, what leaves memory with it: blocks go back to their pool, which stays."""
+        return self.nbytes - sum(self.shared.values())
+
     def serves(self, length: int) -> bool:
         """Whether its first `length` tokens can be reused."""
         return length == self.length or (length < self.length and kinds.can_cut(self.caches, length))
@@ -168,7 +173,7 @@ class RamTier:
         self._count(entry, -1)
 
     def _count(self, entry: Entry, by: int) -> None:
-        self._nbytes += by * (entry.nbytes - sum(entry.shared.values()))
+        self._nbytes += by * entry.own_nbytes
         for part, size in entry.shared.items():
             held = self._holders[part]
             self._holders[part] = held + by

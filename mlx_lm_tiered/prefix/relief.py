@@ -24,8 +24,9 @@ PATIENCE = 2.0
 Choose = Callable[[Sequence[Entry]], Entry | None]
 
 
-def _first(entries: Sequence[Entry]) -> Entry:
-    return entries[0]
+def _first(entries: Sequence[Entry]) -> Entry | None:
+    """The first that takes memory of its own."""
+    return next((entry for entry in entries if entry.own_nbytes), None)
 
 
 class Relief:

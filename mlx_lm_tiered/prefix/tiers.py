@@ -56,7 +56,7 @@ class TieredPrefixCache:
         self._writebehind = writebehind and ssd is not None
         self._min_tokens = max(1, min_tokens)
         self.is_clients: Callable[[Sequence[int]], bool] = lambda tokens: True  # whether a lookup counts
-        # Restored caches as requests have theirs, given what is in memory of their prefix; None when there is no room for them.
+        # Caches of any tier as a source's requests have theirs, restored ones given what is in memory of their prefix; None when there is no room for them.
         self.adopted: Callable[[ModelSource, list[Any], tuple[Entry, int] | None], list[Any] | None] = lambda source, caches, lender: caches
         self.unsaved = Unsaved(max_unsaved_bytes, ram.__contains__)
         ram.on_evict = self._evicted
@@ -244,9 +244,10 @@ class TieredPrefixCache:
             self.ram.touch(entry)
         elif not kinds.stay_cuttable(entry.caches):
             self.ram.put(entry)  # as with those that are restored
-        if length < entry.length:
-            return Taken(kinds.lend(entry.caches, length), length), tier
-        return Taken(kinds.lend(entry.caches), length, entry.companion), tier
+        whole = length == entry.length
+        lent = Taken(kinds.lend(entry.caches, None if whole else length), length, entry.companion if whole else None)
+        taken = self._adopt(source, lent, None)
+        return taken, tier if taken is not None else ""
 
     def _in_memory(self, namespace: Hashable, source: ModelSource, tokens: Sequence[int], key: bytes) -> tuple[tuple[Entry, int] | None, str]:
         """The entry that serves the longest prefix without reading anything, with that length, and where it is."""
@@ -264,9 +265,9 @@ class TieredPrefixCache:
             found.append(self._ssd.waiting(namespace, source, key, usable))
         return max((one for one in found if one is not None), key=lambda one: one[1], default=None)
 
-    def _adopt(self, source: ModelSource, restored: Taken, found: tuple[Entry, int] | None) -> Taken | None:
-        caches = self.adopted(source, restored.caches, found)
-        return None if caches is None else restored._replace(caches=caches)
+    def _adopt(self, source: ModelSource, taken: Taken, found: tuple[Entry, int] | None) -> Taken | None:
+        caches = self.adopted(source, taken.caches, found)
+        return None if caches is None else taken._replace(caches=caches)
 
     def _keep_restored(self, namespace: Hashable, source: ModelSource, tokens: Sequence[int], restored: Taken) -> Taken:
         """Restored caches go to the request, which then writes in place. Only those that a longer entry will not be able to serve stay here as well, and those that share what they hold."""

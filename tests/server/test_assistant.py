@@ -27,16 +27,22 @@ def turns(server, options: dict) -> list:
     return [*firsts, *seconds, ask(server, PROMPT, 60, **options)]
 
 
-@pytest.mark.parametrize(("path", "scheme"), [("batch", "bf16"), ("single", "bf16"), ("batch", "affine:8:32")])
-def test_turns_from_ram_and_disk_are_those_of_plain_decoding(path, scheme, tiny_gemma4, cache_dir, tmp_path):
-    options, flags = PATHS[path], ("--kv-scheme", scheme)
-    with tiered(tiny_gemma4, None, "--prompt-cache-bytes", "0", *flags, log=tmp_path / "plain.log") as server:
+@pytest.mark.parametrize(
+    ("path", "flags"),
+    [("batch", ()), ("single", ()), ("batch", ("--kv-scheme", "affine:8:32")), ("batch", ("--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "16MB"))],
+    ids=["batch", "single", "quantized", "paged"],
+)
+def test_turns_from_ram_and_disk_are_those_of_plain_decoding(path, flags, tiny_gemma4, cache_dir, tmp_path):
+    options, scheme = PATHS[path], flags if "--kv-scheme" in flags else ()
+    with tiered(tiny_gemma4, None, "--prompt-cache-bytes", "0", *scheme, log=tmp_path / "plain.log") as server:
         expected = turns(server, options)
     seen = []
     for number in range(2):
         with tiered(tiny_gemma4, cache_dir, "--draft-model", str(ASSISTANT), *flags, log=tmp_path / f"{number}.log") as server:
             assert turns(server, options) == expected
             seen.append(server.stats())
+            if seen[-1]["paged"]:
+                assert seen[-1]["paged"]["blocks_used"] > 0 == seen[-1]["paged"]["blocks_reserved"]
             assert server.terminate() == 0
     for stats, tier in zip(seen, ("ram", "ssd"), strict=True):
         found = stats["speculation"]

@@ -18,6 +18,7 @@ from support.server import RequestFailed, stock, tiered
 TEXT = document(700)
 PROMPT = TEXT + TEXT[:200]  # so that what follows was there before
 STOPS = (1, 6, 7)
+PAGED = ("--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "16MB")
 
 
 PATHS = {"batch": {}, "single": {"seed": 7, "temperature": 0.1}}  # a seed has mlx-lm serve a request outside its batch
@@ -111,9 +112,10 @@ def test_who_decides_sampled_tokens(tiny_llama, tmp_path):
     assert stats["faults"] == {} and found["accepted"] > before["accepted"] and {len(answer[1]) for answer in answers} <= set(range(1, 41))
 
 
-def test_2_and_3_turns_with_a_draft_model_are_those_of_plain_decoding(tiny_gemma4, tiny_llama, cache_dir, tmp_path):
-    """Its own caches come from RAM and, after a restart, from the disk, as the requests' do."""
-    drafting = ("--draft-model", str(tiny_llama), "--ssd-restore", "always")
+@pytest.mark.parametrize("paging", [(), PAGED], ids=["plain", "paged"])
+def test_2_and_3_turns_with_a_draft_model_are_those_of_plain_decoding(paging, tiny_gemma4, tiny_llama, cache_dir, tmp_path):
+    """Its own caches come from RAM and, after a restart, from the disk, as the requests' do; they are never in blocks."""
+    drafting = ("--draft-model", str(tiny_llama), "--ssd-restore", "always", *paging)
     with tiered(tiny_gemma4, None, "--prompt-cache-bytes", "0", log=tmp_path / "plain.log") as server:
         expected = turns(server, {})
     reused = []
@@ -121,6 +123,10 @@ def test_2_and_3_turns_with_a_draft_model_are_those_of_plain_decoding(tiny_gemma
         with tiered(tiny_gemma4, cache_dir, *drafting, log=tmp_path / f"{start}.log") as server:
             assert turns(server, {}) == expected
             stats = server.stats()
+            if paging:
+                assert stats["paged"]["blocks_used"] > 0 == stats["paged"]["blocks_reserved"] and stats["ram"]["bytes"] > stats["paged"]["blocks_used"] * stats["paged"]["block_bytes"]
+                server.request("POST", "/admin/drain")
+                assert server.stats()["paged"]["blocks_used"] == 0
             assert server.terminate() == 0
         found = stats["speculation"]
         assert stats["faults"] == {} and stats["keys_shortened"] == 0
@@ -191,9 +197,18 @@ def test_what_is_not_there_ends_the_start(tiny_llama, flags, says):
 
 
 def test_speculation_off_leaves_a_draft_model_to_mlx_lm(tiny_llama, tmp_path):
-    with tiered(tiny_llama, None, "--speculation", "off", "--draft-model", str(tiny_llama), log=tmp_path / "log") as server:
-        answer = server.complete(PROMPT, max_tokens=8)
-        assert "speculation" not in answer.usage and server.stats()["speculation"] is None and len(answer.text) > 8
+    """Its caches are beside the model's; with paged KV these are in blocks and those are not."""
+    found = []
+    for paging in (), PAGED:
+        with tiered(tiny_llama, None, "--speculation", "off", "--draft-model", str(tiny_llama), *paging, log=tmp_path / "log") as server:
+            answers = [server.complete(PROMPT, max_tokens=24, tokens=True) for _ in range(2)]
+            stats = server.stats()
+        assert "speculation" not in answers[0].usage and stats["speculation"] is None and len(answers[0].text) > 8
+        assert answers[1].cached_tokens > 0 and stats["faults"] == {}
+        found.append((answers[0].tokens, answers[1].tokens))
+    assert found[0] == found[1]
+    own = stats["ram"]["bytes"] - stats["paged"]["blocks_used"] * stats["paged"]["block_bytes"]
+    assert stats["paged"]["blocks_used"] > 0 == stats["paged"]["blocks_reserved"] and own > 0
 
 
 def test_a_request_may_say_how_many_drafts_it_wants_and_the_trace_shows_them(tiny_llama, tmp_path):

@@ -24,7 +24,7 @@ class Borrowed(NamedTuple):
 
 
 def borrowed(cache: Any, most: int | None = None) -> Borrowed | None:
-    """What a cache holds, without copying it where it is in one piece; the newest `most` tokens where given.
+    """What a cache holds, without copying it where it is in one piece; the newest `most` tokens where given. Let go of it before the model's next forward, which then writes in place.
 
     None where the cache holds nothing, or another number of sequences than one.
     """
@@ -45,6 +45,9 @@ def borrowed(cache: Any, most: int | None = None) -> Borrowed | None:
 
 
 def _cut(part: Any, most: int | None) -> Borrowed | None:
+    if hasattr(part, "alone"):  # over blocks (see `paged`)
+        read = part.alone(most)
+        return None if read is None else Borrowed(*read)
     if part.keys is None or part.keys.shape[0] != 1:
         return None
     start, stop, ordered = _span(part)
