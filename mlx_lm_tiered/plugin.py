@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_lm_hooks import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Preparation, Refused, Route, Row, Serves, Speculation, UsageError, hookimpl
+from mlx_lm_hooks import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Preparation, Refused, Route, Row, Served, Serves, Speculation, UsageError, hookimpl
 
 from . import settings as table
 from .runtime import Runtime
@@ -126,6 +126,18 @@ def mlx_lm_routes() -> Sequence[Route]:
     from .serving.routes import routes
 
     return routes(_runtime)
+
+
+@hookimpl
+def mlx_lm_request_began(request: Served) -> None:
+    if _runtime is not None:
+        _runtime.requests.began(request)
+
+
+@hookimpl
+def mlx_lm_request_ended(request: Served) -> None:
+    if _runtime is not None:
+        _runtime.requests.ended(request)
 
 
 @hookimpl

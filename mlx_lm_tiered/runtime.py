@@ -18,11 +18,14 @@ from . import drafting
 from .identity import stat_signature
 from .index.keys import token_key
 from .memory.guard import MemoryGuard
+from .prefix.lookup import Lookup
 from .prefix.probing import Look, look_in_ram
 from .prefix.ram import RamTier
+from .prefix.rates import Rates
 from .prefix.relief import Relief
 from .prefix.tiers import TieredPrefixCache
 from .schemes.spec import PLAIN, Spec
+from .served import NOTE, Requests
 from .settings import Settings, default_ram_bytes, format_size
 from .speculation.choose import OFF, Drafting
 from .statistics import Statistics
@@ -70,6 +73,8 @@ class Runtime:
         self._blocks: Blocks | None = None
         self._speculation: Speculating | None = None
         self.statistics = Statistics()
+        self.requests = Requests()
+        self._rates = Rates()  # without an SSD tier, which keeps its own
         self.engine: Engine | None = None
         self.args: argparse.Namespace | None = None  # of the command
         self.source: ModelSource | None = None  # the model that was loaded last
@@ -118,8 +123,7 @@ class Runtime:
             self.settings.ssd_demote_idle if self.settings.ssd_restore != "never" else 0.0,
             storage.restorer if storage is not None and self.settings.ssd_restore != "never" else None,
         )
-        if self.warmer is not None:
-            cache.is_clients = self.warmer.is_clients
+        cache.is_clients, cache.on_lookup, cache.estimate = self._is_clients, self._note, self._prefill_seconds
         if self._pages is not None or self._paged:
             cache.adopted = self._adopted
         self._caches.add(cache)
@@ -186,6 +190,8 @@ class Runtime:
             self._speculation.prefilled()
         if self.storage is not None:
             self.storage.tier.prefilled(source, start, tokens, seconds)
+        else:
+            self._rates.prefilled(str(source.path), start, tokens, seconds)
 
     def idle_turn(self) -> bool:
         """One bounded unit of background work on the generation thread. True when more is waiting."""
@@ -300,6 +306,7 @@ class Runtime:
         return {
             "version": __version__,
             **self.statistics.report(),
+            "requests": self.requests.report() if self.engine is not None else None,
             "ram": {
                 "entries": sum(len(c) for c in caches),
                 "bytes": sum(c.nbytes for c in caches),
@@ -344,6 +351,23 @@ class Runtime:
         self._caches.clear()
 
     # Inside
+
+    def _is_clients(self, tokens: Sequence[int]) -> bool:
+        """Whether a lookup is a client's, and not one of `--warm`."""
+        if self.warmer is None or self.warmer.is_clients(tokens):
+            return True
+        self._note(None)
+        return False
+
+    def _note(self, lookup: Lookup | None) -> None:
+        request = self.engine.request if self.engine is not None else None
+        if request is not None:
+            request.notes[NOTE] = lookup
+
+    def _prefill_seconds(self, source: ModelSource, tokens: int) -> float | None:
+        if self.storage is not None:
+            return self.storage.tier.prefill_seconds(source, tokens)
+        return self._rates.prefill_seconds(str(source.path), 0, tokens)
 
     def _open_pages(self) -> Pages:
         from .paged.admission import Blocks

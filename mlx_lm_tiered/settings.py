@@ -248,6 +248,10 @@ class Settings:
         "local", one_of("local", "all", "off"), "Who may use /stats and /admin: local (this machine), all, or off (no one).",
         shown="local", metavar="WHO", server=True,
     )  # fmt: skip
+    metrics: str | None = _setting(
+        None, one_of("local", "all", "off"), "Who may read /metrics: local (this machine), all, or off (no one). They tell how much is served, not what.",
+        shown="as --admin-routes", metavar="WHO", server=True,
+    )  # fmt: skip
     warm: Path | None = _setting(
         None, parse_file, "File of prompts that are prefilled at start while nobody asks for anything: JSON, or one JSON object a line.",
         shown="none", metavar="FILE", server=True,

@@ -23,6 +23,7 @@ class Statistics:
         self._faults: Counter[str] = Counter()
         self._hits: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
+        self._seconds: Counter[str] = Counter()
         self._started = time.monotonic()
 
     def count(self, name: str, by: int = 1) -> None:
@@ -30,8 +31,8 @@ class Statistics:
         with self._lock:
             self._counts[name] += by
 
-    def looked_up(self, tier: str, prompt_tokens: int, reused_tokens: int) -> None:
-        """One request looked for its prefix and reused that many tokens from that tier (none: a miss)."""
+    def looked_up(self, tier: str, prompt_tokens: int, reused_tokens: int, saved_seconds: float = 0.0) -> None:
+        """One request looked for its prefix and reused that many tokens from that tier (none: a miss), which would have taken so long to compute."""
         with self._lock:
             self._counts["lookups"] += 1
             self._counts["prompt_tokens"] += prompt_tokens
@@ -40,6 +41,7 @@ class Statistics:
             if reused_tokens:
                 self._hits[tier] += 1
                 self._tokens[tier] += reused_tokens
+                self._seconds[tier] += saved_seconds
 
     def fault(self, kind: str, message: str) -> None:
         """Count a fault; warn at the first of its kind."""
@@ -59,5 +61,6 @@ class Statistics:
                 **{name: self._counts[name] for name in names},
                 "hits_by_tier": {tier: self._hits[tier] for tier in TIERS},
                 "tokens_saved_by_tier": {tier: self._tokens[tier] for tier in TIERS},
+                "prefill_seconds_saved_by_tier": {tier: round(self._seconds[tier], 6) for tier in TIERS},
                 "faults": dict(self._faults),
             }

@@ -1,8 +1,8 @@
 """The contract between mlx-lm and its plugins.
 
 A plugin imports this package and pluggy, nothing else of the hosting side:
-`hookimpl` marks its hook implementations, `specs` lists the hooks, `types` and
-`speculation` have what crosses the line. The host (the code that makes mlx-lm call the
+`hookimpl` marks its hook implementations, `specs` lists the hooks, `types`,
+`requests` and `speculation` have what crosses the line. The host (the code that makes mlx-lm call the
 hooks) is found through the entry-point group ``mlx_lm.host``.
 
 Importing this package is cheap: pluggy is loaded on first use.
@@ -38,6 +38,7 @@ _HOMES = {
     "Request": "types",
     "RequestCheckpoints": "types",
     "SeamReport": "types",
+    "Served": "requests",
     "Serves": "types",
     "Speculation": "speculation",
     "SpeculativeRow": "speculation",

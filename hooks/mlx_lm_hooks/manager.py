@@ -12,6 +12,7 @@ import pluggy
 
 from . import specs
 from .markers import PROJECT
+from .requests import Served
 from .speculation import Speculation
 from .types import Admission, Engine, GenerationCheckpoints, Host, Invocation, KVScheme, ModelSource, PluginError, PrefixCache, Preparation, Refused, Route, Row, Serves, UsageError
 
@@ -111,6 +112,12 @@ class Plugins:
 
     def routes(self) -> list[Route]:
         return [route for routes in self._hook.mlx_lm_routes() for route in routes]
+
+    def request_began(self, request: Served) -> None:
+        self._hook.mlx_lm_request_began(request=request)
+
+    def request_ended(self, request: Served) -> None:
+        self._hook.mlx_lm_request_ended(request=request)
 
     def shutdown(self, timeout: float) -> bool:
         """True when no plugin lost anything."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .markers import hookspec
+from .requests import Served
 from .speculation import Speculation
 from .types import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Preparation, Refused, Route, Row, Serves
 
@@ -69,6 +70,16 @@ def mlx_lm_busy_task() -> Callable[[], None] | None:
 @hookspec
 def mlx_lm_routes() -> Sequence[Route]:
     """HTTP routes to add to the server."""
+
+
+@hookspec
+def mlx_lm_request_began(request: Served) -> None:
+    """A client's request for a completion was queued; called on its HTTP thread. `request` goes on changing until it has ended."""
+
+
+@hookspec
+def mlx_lm_request_ended(request: Served) -> None:
+    """The request was answered, or will never be; called on its HTTP thread. Nothing of `request` changes any more."""
 
 
 @hookspec

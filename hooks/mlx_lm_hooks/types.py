@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
+
+from .requests import Served
 
 
 class PluginError(Exception):
@@ -293,6 +296,10 @@ class Engine(Protocol):
     def stopping(self) -> bool:
         """Whether the server was asked to stop; it waits for the requests that run."""
 
+    @property
+    def request(self) -> Served | None:
+        """The request that left the queue last: the one that is looked up, when the generation thread asks for a prefix."""
+
     def wake(self) -> None:
         """Have the idle task called soon, without waiting for the next poll."""
 
@@ -309,11 +316,12 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A route's answer. `body` is sent as it is."""
+    """A route's answer. `body` is sent as it is; a generator's parts, each as it comes, until it ends, the client goes, or the server stops."""
 
     status: int
-    body: bytes
+    body: bytes | Generator[bytes, None, None]
     content_type: str = "application/json"
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

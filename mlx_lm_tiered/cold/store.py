@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..histogram import Histogram
 from .catalog import Catalog, ColdEntry, Found
 from .checking import BadEntry
 from .directory import Directory, DirectoryFull
@@ -25,6 +26,8 @@ from .segments import NotIdentical, inode
 from .storing import Storing, Unavailable
 from .tally import Tally
 from .writer import EntryWriter
+
+RESTORE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 __all__ = ["ColdEntry", "ColdStore", "DirectoryFull", "Found", "NotIdentical", "Unavailable"]
 
@@ -48,6 +51,7 @@ class ColdStore:
         self._tally = Tally()
         self._lock = threading.Lock()
         self._seconds = 0.0, 0.0  # of the last restore, of all
+        self.restore_times = Histogram(RESTORE_SECONDS)
         self.on_restored: Callable[[str, int, float], None] = lambda fingerprint, size, seconds: None
         self.storing = Storing(self._directory, self._catalog, self._tally, self._outage, self._log)
         self._indexing = Indexing(self._directory, self._catalog, self._outage, self._log, self.storing, self._tally, self.damaged, clock)
@@ -157,6 +161,7 @@ class ColdStore:
         self._tally.update(restores=1, restored_bytes=size, restored_tokens=entry.length)
         with self._lock:
             self._seconds = seconds, self._seconds[1] + seconds
+        self.restore_times.observe(seconds)
         self.on_restored(entry.fingerprint, size, seconds)
 
     # Storing
@@ -204,6 +209,11 @@ class ColdStore:
         return self._outage.retry_in("write")
 
     # Looking after itself
+
+    @property
+    def restore_seconds(self) -> float:
+        """What the last restore took."""
+        return self._seconds[0]
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes. `bytes` are those of all files of the directory when it was last looked at; `scans` what became of the files, by fingerprint."""

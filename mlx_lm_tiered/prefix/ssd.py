@@ -158,11 +158,20 @@ class SsdTier:
         job, caches, length = max(found, key=lambda one: (one[2], one[0].length == one[2] and one[0].companion is not None))
         return Entry(namespace, source, job.key, job.length, caches, job.role, job.companion, settled=True), length
 
-    def closest(self, source: ModelSource, key: bytes) -> tuple[int, int] | None:
-        """Length of the stored sequence that shares most leading tokens with `key`, and how many it shares."""
+    def closest(self, source: ModelSource, key: bytes) -> Found | None:
+        """The stored sequence that shares most leading tokens with `key`, and how many it shares."""
         identity = self._identity(source, 0)
-        found = self._store.closest(identity.fingerprint, "", key) if identity is not None else None
-        return (found.entry.length, found.length) if found is not None else None
+        return self._store.closest(identity.fingerprint, "", key) if identity is not None else None
+
+    def prefill_seconds(self, source: ModelSource, tokens: int) -> float | None:
+        """What prefilling a prompt of so many tokens is expected to take; None: not measured."""
+        identity = self._identity(source, 0)
+        return self.chooser.rates.prefill_seconds(identity.fingerprint, 0, tokens) if identity is not None else None
+
+    @property
+    def restore_seconds(self) -> float:
+        """What the last restore took."""
+        return self._store.restore_seconds
 
     def wait_indexed(self, source: ModelSource, timeout: float) -> None:
         """Wait until it is known what the directory holds of a model. Any thread but the generation thread."""

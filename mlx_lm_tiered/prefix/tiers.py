@@ -15,6 +15,7 @@ from ..index.keys import token_key
 from ..statistics import Statistics
 from .agreeing import agreeing
 from .demotion import Demotion
+from .lookup import Lookup, Nearest, parting, why_not_more
 from .preparing import Preparation, Preparations
 from .ram import Entry, RamTier, usable_by
 from .unsaved import Unsaved
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from .ssd import SsdTier
 
 logger = logging.getLogger("mlx_lm_tiered")
-
-LABELS = {"ram": "RAM", "queue": "the queue", "ssd": "SSD"}
 
 
 class TieredPrefixCache:
@@ -56,6 +55,10 @@ class TieredPrefixCache:
         self._writebehind = writebehind and ssd is not None
         self._min_tokens = max(1, min_tokens)
         self.is_clients: Callable[[Sequence[int]], bool] = lambda tokens: True  # whether a lookup counts
+        self.on_lookup: Callable[[Lookup], None] = lambda lookup: None  # told of each that counts
+        self.inspected = False  # whether a lookup keeps tokens of the place where prompt and stored sequence part
+        # Seconds that prefilling so many tokens would take, None: not measured.
+        self.estimate: Callable[[ModelSource, int], float | None] = lambda source, tokens: None
         # Caches of any tier as a source's requests have theirs, restored ones given what is in memory of their prefix; None when there is no room for them.
         self.adopted: Callable[[ModelSource, list[Any], tuple[Entry, int] | None], list[Any] | None] = lambda source, caches, lender: caches
         self.unsaved = Unsaved(max_unsaved_bytes, ram.__contains__)
@@ -84,8 +87,10 @@ class TieredPrefixCache:
             except Exception as error:
                 self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
         if self.is_clients(tokens):
-            self._statistics.looked_up(tier, len(tokens), taken.length if taken else 0)
-            self._explain(source, tokens, key, tier, taken.length if taken else 0, decision)
+            try:
+                self._told(source, tokens, key, tier, taken.length if taken else 0, decision)
+            except Exception as error:
+                self._statistics.fault("lookup", f"saying what a request reused failed ({error!r})")
         return taken
 
     def prepare(self, source: ModelSource, tokens: Sequence[int]) -> Preparation | None:
@@ -184,36 +189,32 @@ class TieredPrefixCache:
 
     # Inside
 
-    def _explain(self, source: ModelSource, tokens: Sequence[int], key: bytes, tier: str, reused: int, decision: Decision | None) -> None:
-        """One line per request: how much was reused, and why not more."""
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        text = f"reused {reused} of {len(tokens)} prompt tokens" + (f" from {LABELS[tier]}" if tier else "")
-        if decision is not None:
-            text += f"; {decision}"
+    def _told(self, source: ModelSource, tokens: Sequence[int], key: bytes, tier: str, reused: int, decision: Decision | None) -> None:
+        """Count a lookup, and say how much was reused, and why not more."""
+        saved = self.estimate(source, reused) if reused else None
+        nearest = found = None
         if reused < len(tokens) - 1 and (decision is None or decision.action == "restored"):
-            text += "; " + self._why_not_more(source, key, len(tokens))
-        logger.info(text)
+            nearest = self._nearest(source, key)
+            found = why_not_more(nearest, len(tokens), self._min_tokens)
+        restored = self._ssd.restore_seconds if self._ssd is not None and tier == "ssd" else None
+        lookup = Lookup(
+            len(tokens), reused, tier, decision, found or "", nearest and nearest[:3], restored, saved,
+            parting(nearest, tokens) if nearest is not None and self.inspected else None,
+        )  # fmt: skip
+        self._statistics.looked_up(tier, len(tokens), reused, saved or 0.0)
+        self.on_lookup(lookup)
+        logger.info("%s", lookup)
 
-    def _why_not_more(self, source: ModelSource, key: bytes, prompt: int) -> str:
-        closest = []
+    def _nearest(self, source: ModelSource, key: bytes) -> Nearest | None:
+        """The stored sequence that shares most with these tokens."""
+        found = []
         if (in_ram := self.ram.closest(self._namespace(source), key)) is not None:
-            closest.append((in_ram[1], in_ram[0].length, "RAM"))
+            found.append(Nearest(in_ram[1], in_ram[0].length, "ram", lambda: in_ram[0].key))
         if (waiting := self._waiting(source, key, lambda _, common: common)) is not None:
-            closest.append((waiting[1], waiting[0].length, "queue"))
+            found.append(Nearest(waiting[1], waiting[0].length, "queue", lambda: waiting[0].key))
         if self._ssd is not None and (on_disk := self._ssd.closest(source, key)) is not None:
-            closest.append((on_disk[1], on_disk[0], "SSD"))
-        if not closest:
-            return "nothing stored for this model begins like it"
-        common, length, tier = max(closest)
-        where = f"the closest stored sequence ({length} tokens, {tier})"
-        if common < self._min_tokens:
-            return f"{where} shares {common} tokens, fewer than are reused"
-        if common < min(length, prompt):
-            return f"{where} diverges at token {common}"
-        if common == length:
-            return f"{where} ends there"
-        return f"{where} can only be reused whole"
+            found.append(Nearest(on_disk.length, on_disk.entry.length, "ssd", lambda: on_disk.entry.key))
+        return max(found, key=lambda one: one[:3], default=None)
 
     def _take(self, source: ModelSource, tokens: Sequence[int], key: bytes) -> tuple[Taken | None, str]:
         """What was found, and in which tier."""

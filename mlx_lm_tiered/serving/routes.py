@@ -1,4 +1,4 @@
-"""HTTP routes: ``GET /stats``, ``POST /admin/cache/flush``, ``/admin/cache/probe`` and ``/admin/drain``."""
+"""HTTP routes: ``GET /stats`` and ``/metrics``, ``POST /admin/cache/flush``, ``/admin/cache/probe`` and ``/admin/drain``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from mlx_lm_hooks import Reply, Request, Route
 
 from ..runtime import Runtime
 from ..settings import parse_seconds
+from .metrics import Exporter
 from .probe import Prober
 from .replies import reply as _json
 
@@ -19,6 +20,11 @@ FLUSH_TIMEOUT = 600.0
 def routes(runtime: Runtime) -> list[Route]:
     """The routes of this run, for those `--admin-routes` allows."""
     access = runtime.settings.admin_routes
+    metrics = runtime.settings.metrics or access
+    return [*_administration(runtime, access), *([Route("GET", "/metrics", Exporter(runtime).handle, metrics)] if metrics != "off" else [])]
+
+
+def _administration(runtime: Runtime, access: str) -> list[Route]:
     if access == "off":
         return []
 

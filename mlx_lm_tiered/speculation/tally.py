@@ -41,9 +41,11 @@ class Tally:
             "rejection_requests": self.rejection_requests,
             "target_calls": self.target_calls,
             "replays": self.replays,
+            "drafts": drafts,
             "drafted": sum(drafted),
             "accepted": sum(accepted),
             "acceptance": sum(accepted) / sum(drafted) if drafted else None,
+            "accepted_by_position": accepted,
             "acceptance_by_position": [a / d for a, d in zip(accepted, drafted, strict=False)],
             "mean_accepted": sum(accepted) / drafts if drafts else None,
         }

@@ -9,6 +9,8 @@ from typing import Any
 
 from .engine import ENGINE
 from .mailbox import Cancelled, give_up
+from .runtime import Runtime
+from .served import Follower
 
 LOOKS = 0.25  # seconds between two looks at a connection
 
@@ -16,8 +18,11 @@ LOOKS = 0.25  # seconds between two looks at a connection
 class Client:
     """One HTTP thread's request. `context` is upstream's, once the request is being served."""
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, runtime: Runtime):
         self._connection = connection
+        self._runtime = runtime
+        self._follower: Follower | None = None  # once the request is queued
+        self._arrived = time.monotonic()
         self._looked = 0.0
         self._queue: Any = None
         self._context: Any = None
@@ -29,6 +34,8 @@ class Client:
         them apart before the answer is written.
         """
         first, self._queue = queue is not self._queue, queue
+        if self._follower is None:
+            self._follower = Follower(self._runtime, queue, self._arrived)
         while True:
             if self._gone():
                 give_up(queue)
@@ -44,6 +51,7 @@ class Client:
                 continue
             if first and not isinstance(response, Exception):
                 self._context = response
+            self._follower.note(response)
             return response
 
     @property
@@ -57,6 +65,8 @@ class Client:
             give_up(self._queue)
         if self._context is not None:
             self._context.stop()
+        if self._follower is not None:
+            self._follower.end()
 
     def _gone(self) -> bool:
         now = time.monotonic()

@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mlx_lm_hooks.requests import Served
+
 from .holding import Delivery, Held, preparation_for
 from .mailbox import Cancelled, Mailbox
 from .runtime import Runtime
+from .served import served_for
 
 # Where a `ResponseGenerator` has its engine.
 ENGINE = "_mlx_lm_patches_engine"
@@ -68,6 +71,11 @@ class Engine:
     @property
     def stopping(self) -> bool:
         return self._runtime.stopping()
+
+    @property
+    def request(self) -> Served | None:
+        mailbox = self.current
+        return served_for(mailbox.queue) if mailbox is not None else None
 
     def wake(self) -> None:
         with self._lock:
@@ -159,6 +167,9 @@ class Engine:
         if delivery is not None:
             self.current, self._model = delivery[0], delivery[2].model
             self.delivered += 1
+            served = served_for(self.current.queue)
+            if served.started is None:  # upstream's own queue of one may deliver it again
+                served.started = time.monotonic()
             self._open = [mailbox for mailbox in self._open if not mailbox.ended] + [self.current]
         return delivery
 

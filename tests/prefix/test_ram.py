@@ -274,6 +274,9 @@ class Unidentified:
     def waiting(self, *_):
         return None
 
+    def closest(self, *_):
+        return None
+
     def covers(self, entry):
         return entry in self.offered
 

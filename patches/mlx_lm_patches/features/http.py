@@ -7,7 +7,8 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,6 +26,8 @@ log = logging.getLogger("mlx_lm_patches")
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
 LARGEST_BODY = 16 << 20
+# Where upstream answers, too, whatever a plugin adds there.
+UPSTREAM = ("/v1/", "/chat/", "/health")
 
 
 def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
@@ -74,6 +77,9 @@ def server(base: type, stopping: Stopping) -> type:
 def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtime, host: str) -> type:
     """The handler class with the plugins' routes, and with admission to completions."""
     table = {(route.method.upper(), route.path): route for route in routes}
+    allowed: dict[str, list[str]] = {}
+    for method, path in table:
+        allowed.setdefault(path, []).append(method)
 
     class Handler(base):  # type: ignore[misc, valid-type]
         def plugin_route(self) -> bool:
@@ -81,7 +87,11 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
             url = urlsplit(self.path)
             route = table.get((self.command, url.path)) if runtime.active else None
             if route is None:
-                return False
+                if not runtime.active or url.path not in allowed or url.path.startswith(UPSTREAM) or self.command == "OPTIONS":
+                    return False
+                methods = " or ".join(sorted(allowed[url.path]))
+                self.plugin_reply(_error(405, f"{url.path} answers {methods} only"), Allow=methods.replace(" or ", ", "))
+                return True
             local = is_local(self.client_address[0], self.headers.get("Origin"), self.headers.get("Host"), host)
             if route.access == "local" and not local:
                 self.plugin_reply(_error(403, "only for clients on this machine"))
@@ -109,12 +119,27 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
         def plugin_reply(self, reply: Reply, **headers: str) -> None:
             self.send_response(reply.status)
             self.send_header("Content-Type", reply.content_type)
-            self.send_header("Content-Length", str(len(reply.body)))
-            for name, value in headers.items():
+            whole = isinstance(reply.body, bytes)
+            if whole:
+                self.send_header("Content-Length", str(len(reply.body)))
+            for name, value in [*reply.headers.items(), *headers.items()]:
                 self.send_header(name.replace("_", "-"), value)
             self.end_headers()
-            self.wfile.write(reply.body)
-            self.wfile.flush()
+            if whole:
+                self.wfile.write(reply.body)
+                self.wfile.flush()
+            else:
+                self.plugin_stream(reply.body)
+
+        def plugin_stream(self, parts: Generator[bytes, None, None]) -> None:
+            """Send what comes, as it comes: without a length the end of the connection ends the body."""
+            self.close_connection = True
+            with closing(parts):
+                for part in parts:
+                    self.wfile.write(part)
+                    self.wfile.flush()
+                    if stopping.requested or not runtime.active:
+                        break
 
         def do_POST(self) -> None:
             if self.plugin_route():
@@ -125,7 +150,7 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
             if not stopping.enter():
                 self.plugin_reply(_error(503, "the server is stopping"), Retry_After=str(RETRY_AFTER_SECONDS))
                 return
-            client = Client(self.connection)
+            client = Client(self.connection, runtime)
             runtime.here.client = client
             try:
                 super().do_POST()
