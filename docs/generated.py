@@ -65,7 +65,7 @@ def types() -> str:
     page = ["# Types of the hooks", "What crosses between mlx-lm and a plugin, from `mlx_lm_hooks`. [Hooks](../hooks.md) has the hooks themselves."]
     for name in mlx_lm_hooks.__all__:
         value = getattr(mlx_lm_hooks, name)
-        if inspect.isclass(value) and value.__module__.rpartition(".")[2] in ("types", "speculation"):
+        if inspect.isclass(value) and name != "Plugins":
             page += [f"## `{name}`", *of_class(value)]
     return "\n\n".join(page) + "\n"
 

@@ -96,12 +96,26 @@ def make_environment(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session")
-def wheel(make_environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel."""
+def sdist(make_environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's source, as it is released."""
+    out = tmp_path_factory.mktemp("sdist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(out)],
+        check=True,
+        cwd=PROJECT,
+        env={**os.environ, "PYTHONPATH": str(make_environment.tools)},
+    )
+    (path,) = out.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="session")
+def wheel(make_environment, sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, made of its released source."""
     out = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "wheel"]
-        + ["--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(PROJECT)],
+        + ["--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(sdist)],
         check=True,
         env={**os.environ, "PYTHONPATH": str(make_environment.tools)},
     )

@@ -1,0 +1,84 @@
+"""What is released: the source, the wheel made of it, and that it serves with the oldest mlx-lm that it says it supports.
+
+With the newest one everything else is tested: pip has installed it beside these tests.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tarfile
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import mlx_lm_tiered
+from support.models import document
+from support.server import Server
+
+PROJECT = Path(__file__).resolve().parents[2]
+PACKAGES = ("mlx_lm_hooks", "mlx_lm_patches", "mlx_lm_tiered")
+
+
+def oldest() -> str:
+    """The lower bound of mlx-lm in `pyproject.toml`."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    (mlx_lm,) = (wanted for wanted in map(Requirement, project["dependencies"]) if wanted.name == "mlx-lm")
+    (bound,) = (part.version for part in mlx_lm.specifier if part.operator == ">=")
+    return bound
+
+
+def test_the_source(sdist: Path):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "CHANGELOG.md", "Makefile", "mkdocs.yml", "docs/index.md", "tests/conftest.py", "tests/models/tiny-llama/config.json"} <= names
+    assert [name for name in names if name.startswith((".ci", ".venv", ".git/")) or name.endswith(".pyc")] == []
+
+
+def test_the_wheel(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (Parser().parsestr(archive.read(name).decode()) for name in names if name.endswith(".dist-info/METADATA"))
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert {"mlx_lm_tiered.pth", "mlx_lm_tiered.start"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert {name.partition("/")[0] for name in names if not name.partition("/")[0].endswith((".dist-info", ".pth", ".start"))} == set(PACKAGES)
+    assert metadata["Version"] == mlx_lm_tiered.__version__
+    assert f"## {metadata['Version']}" in (PROJECT / "CHANGELOG.md").read_text()
+
+
+def test_a_tag_is_the_version():
+    """Of a commit that is tagged `vX.Y.Z`; all others pass."""
+    tags = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=PROJECT, capture_output=True, text=True).stdout.split()
+    versions = [tag for tag in tags if tag.startswith("v")]
+    assert versions in ([], [f"v{mlx_lm_tiered.__version__}"])
+
+
+@pytest.fixture(scope="module")
+def old(make_environment, wheel: Path):
+    return make_environment("oldest-env", str(wheel), f"mlx-lm=={oldest()}")
+
+
+def test_the_oldest_supported_mlx_lm(old, tiny_llama: Path, tmp_path: Path):
+    where = old.run([old.python, "-c", "import importlib.metadata as m, mlx_lm; print(m.version('mlx-lm'), mlx_lm.__file__)"]).stdout.split()
+    assert Version(where[0]) == Version(oldest()) and where[1].startswith(str(old.path))
+    report = json.loads(old.run([str(old.path / "bin/mlx_lm.tiered"), "doctor", "--json"]).stdout)
+    assert {seam["state"] for seam in report["seams"]} == {"ok"}, report["seams"]
+    answers = []
+    for run in range(2):
+        with Server(
+            tiny_llama,
+            tmp_path / f"{run}.log",
+            ["--plugin", "tiered", "--ssd-cache", str(tmp_path / "cold"), "--ssd-restore", "always"],
+            command=old.form("script", "server"),
+            env={**old.environ(), "MLX_LM_PLUGINS": None},
+        ) as server:
+            answers += [server.complete(document(600), max_tokens=8) for _ in range(2)]
+            assert server.terminate() == 0
+    assert len({answer.text for answer in answers}) == 1
+    assert [answer.cached_tokens for answer in answers] == [0, *[answers[0].prompt_tokens - 1] * 3]
