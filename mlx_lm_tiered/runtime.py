@@ -132,13 +132,14 @@ class Runtime:
 
     def scheme(self) -> Scheme | Pages | None:
         """The KV scheme, made on first use; None where KV is stored as the model makes it."""
-        if self._paged:
-            return self._pages or self._open_pages()
-        if self._scheme is None and not self._spec.plain:
-            from .schemes.scheme import Scheme
+        if self._pages is None and self._scheme is None:
+            if not self._spec.plain:
+                from .schemes.scheme import Scheme
 
-            self._scheme = Scheme(self._spec, self.statistics, self.settings.kernels)
-        return self._scheme
+                self._scheme = Scheme(self._spec, self.statistics, self.settings.kernels)
+            if self._paged:
+                self._open_pages()
+        return self._pages or self._scheme
 
     def speculation(self) -> Speculating | None:
         """What requests get their drafts from, made on first use; None when it is off."""
@@ -369,14 +370,13 @@ class Runtime:
             return self.storage.tier.prefill_seconds(source, tokens)
         return self._rates.prefill_seconds(str(source.path), 0, tokens)
 
-    def _open_pages(self) -> Pages:
+    def _open_pages(self) -> None:
         from .paged.admission import Blocks
         from .paged.scheme import Pages
 
         size = self.settings.paged_kv_pool
-        self._pages = Pages(self.settings.paged_kv_block_size, default_ram_bytes() if size is None else size, self.statistics, self.settings.kernels)
+        self._pages = Pages(self.settings.paged_kv_block_size, default_ram_bytes() if size is None else size, self.statistics, self.settings.kernels, self._scheme)
         self._blocks = Blocks(self._pages, self._stored, lambda enough, choose: self._relief.until(enough, choose=choose), self._lender)
-        return self._pages
 
     def _stored(self) -> list[Any]:
         """All stored prefixes in memory, those included that are only there until they are written."""

@@ -1,6 +1,7 @@
-"""Paged KV beside plain caches, in this process, with mlx-lm's batches as its server has them.
+"""Paged KV beside the same caches without paging, in this process, with mlx-lm's batches as its server has them. Under a KV scheme both hold what the scheme makes of KV.
 
-``decode_ratio_b1`` is a decode step over plain caches over one over blocks, of one row
+``token_bytes_ratio`` is the bytes of a token in blocks over those of its keys and values as the model makes them.
+``decode_ratio_b1`` is a decode step without paging over one over blocks, of one row
 after `context` tokens; pairs in turns. With `steps` of a model of random weights, whose
 caches are filled with random numbers, ``pieces_ratio`` is the same where no two blocks lie side by side, which a
 kernel reads where the device has one, and mlx gathers otherwise.
@@ -20,7 +21,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +38,10 @@ from mlx_lm_tiered.paged import scheme as _registers_kinds  # noqa: F401
 from mlx_lm_tiered.paged.attention import build
 from mlx_lm_tiered.paged.kernel import OverBlocks
 from mlx_lm_tiered.paged.table import Storage
+from mlx_lm_tiered.schemes.attention import caches_use
+from mlx_lm_tiered.schemes.scheme import Scheme
+from mlx_lm_tiered.schemes.spec import Spec, parse
+from mlx_lm_tiered.statistics import Statistics
 
 from .in_process import loaded
 from .report import spread
@@ -47,54 +53,73 @@ MIXED, SHARING = 8, 16
 STEPS = 16
 
 
-def run(model_path: Path | None, context: int = 4096, longest: int = 8192, shared: int = 8192, own: int = 64, decode: int = 64, block: int = 64, repeats: int = 5, model: Any = None) -> dict[str, Any]:
-    """Measure it, of a model on disk or of `model`. Raises ValueError for a model that paging cannot serve."""
-    upstream = base.quantized_scaled_dot_product_attention
-    base.quantized_scaled_dot_product_attention = build(upstream)
-    try:
-        if model is None:
-            assert model_path is not None
-            model, _ = loaded(model_path, [])
-        found = plan.make(model, make_prompt_cache(model))
-        if found is None:
-            raise ValueError("none of the model's caches is of full attention")
-        kernels = Kernels("auto", logger.warning)
-        bench = _Bench(model, found, block, OverBlocks(kernels) if kernels.state == "on" else None)
+def run(
+    model_path: Path | None, context: int = 4096, longest: int = 8192, shared: int = 8192, own: int = 64, decode: int = 64, block: int = 64, repeats: int = 5, model: Any = None, scheme: str = "bf16"
+) -> dict[str, Any]:  # fmt: skip
+    """Measure it, of a model on disk or of `model`. Raises ValueError for a model that paging cannot serve, or that cannot have the KV scheme."""
+    spec = parse(scheme)
+    if model is None:
+        assert model_path is not None
+        model, _ = loaded(model_path, [spec])
+    with _paging(model, spec, block, logger.warning) as bench:
         return {
-            "bench": "paged", "context": context, "block": block, "device": str(mx.default_device()),
+            "bench": "paged", "scheme": str(spec), "context": context, "block": block, "device": str(mx.default_device()), "token_bytes_ratio": bench.token_bytes_ratio,
             **bench.alone(context, repeats), **bench.mixed(longest, decode), **bench.shared(shared, own, decode),
         }  # fmt: skip
-    finally:
-        base.quantized_scaled_dot_product_attention = upstream
 
 
-def steps(contexts: Sequence[int] = (16384, 65536), layers: int = 32, hidden: int = 4096, block: int = 256, repeats: int = 5) -> dict[str, Any]:
+def steps(contexts: Sequence[int] = (16384, 65536), layers: int = 32, hidden: int = 4096, block: int = 256, repeats: int = 5, scheme: str = "bf16") -> dict[str, Any]:
     """Decode steps of an 8B Llama's shape (or another) with random weights in bf16: one row a context."""
     from .decode_model import random_llama
 
-    upstream = base.quantized_scaled_dot_product_attention
-    base.quantized_scaled_dot_product_attention = build(upstream)
     faults: list[str] = []
-    try:
-        model = random_llama(layers, hidden)
-        found = plan.make(model, make_prompt_cache(model))
-        assert found is not None
-        kernels = Kernels("auto", faults.append)
+    spec, model = parse(scheme), random_llama(layers, hidden)
+    with _paging(model, spec, block, faults.append) as bench:
         rows = []
         for context in contexts:
-            bench = _Bench(model, found, block, OverBlocks(kernels) if kernels.state == "on" else None)
             whole = bench.alone(context, repeats, filled=True)
             pieces = bench.alone(context, repeats, filled=True, apart=True)
             rows.append({"tokens": context, **whole, "pieces_ratio": pieces["decode_ratio_b1"], "pieces_step_ms": pieces["paged_step_ms"]})
             mx.clear_cache()
-        return {"bench": "paged", "block": block, "layers": layers, "hidden": hidden, "kernels": kernels.state, "failed": kernels.failed, "faults": faults, "rows": rows}
+        kernels = bench.kernels
+        return {
+            "bench": "paged", "scheme": str(spec), "block": block, "layers": layers, "hidden": hidden, "token_bytes_ratio": bench.token_bytes_ratio,
+            "kernels": kernels.state, "failed": kernels.failed, "faults": faults, "rows": rows,
+        }  # fmt: skip
+
+
+@contextmanager
+def _paging(model: Any, spec: Spec, block: int, fault: Callable[[str], None]) -> Iterator[_Bench]:
+    """A model's attention as it is with paging under a scheme. Raises ValueError."""
+    if spec.start:
+        raise ValueError(f"{spec} begins at token {spec.start}, and blocks have one form")
+    upstream = base.quantized_scaled_dot_product_attention
+    scheme = None if spec.plain else Scheme(spec, Statistics())
+    kernels = Kernels("auto", fault) if scheme is None else scheme.kernels
+    base.quantized_scaled_dot_product_attention = build(upstream if scheme is None else scheme.attention(upstream))
+    try:
+        yield _Bench(model, scheme, block, kernels)
     finally:
         base.quantized_scaled_dot_product_attention = upstream
+        caches_use(Kernels("off"))
 
 
 class _Bench:
-    def __init__(self, model: Any, found: plan.Plan, block: int, attend: Any = None):
-        self._model, self._plan, self._block, self._attend = model, found, block, attend
+    def __init__(self, model: Any, scheme: Scheme | None, block: int, kernels: Kernels):
+        self._model, self._scheme, self._block, self.kernels = model, scheme, block, kernels
+        caches = self._caches()
+        schemes = None if scheme is None else scheme.plan_of(model)
+        if scheme is not None and schemes is None:
+            raise ValueError(f"the model cannot have {scheme.spec}")
+        found = plan.make(model, caches, None if schemes is None else schemes.layers)
+        if found is None:
+            raise ValueError("none of the model's caches is of full attention")
+        self._plan = found
+        self._attend = OverBlocks(kernels) if kernels.state == "on" else None
+
+    @property
+    def token_bytes_ratio(self) -> float:
+        return self._plan.token_bytes / sum(sides.computed_bytes for sides in self._plan.paged)
 
     def alone(self, context: int, repeats: int, filled: bool = False, apart: bool = False) -> dict[str, float]:
         """Steps of one row, in pairs that take turns; after a prefill, or over caches `filled` with random numbers. `apart`: no two blocks lie side by side."""
@@ -104,7 +129,7 @@ class _Bench:
             held = storage.pool.take(storage.pool.total)
             storage.pool.let_go(held[::2])
         rows = []
-        for caches in (make_prompt_cache(self._model), self._plan.apply(make_prompt_cache(self._model), storage)):
+        for caches in (self._caches(), self._plan.apply(self._caches(), storage)):
             if filled:
                 self._fill(caches, context)
             else:
@@ -125,8 +150,8 @@ class _Bench:
         prompts = [_text(length, 1000 * i) for i, length in enumerate(lengths)]
         need = sum(length + decode for length in lengths) * self._plan.token_bytes
         storage = self._storage(sum(lengths) + MIXED * (decode + 2 * self._block))
-        plain, plain_seconds = self._serve(prompts, [make_prompt_cache(self._model) for _ in prompts], decode, lambda batch: sum(c.nbytes for c in batch))
-        caches = [self._plan.apply(make_prompt_cache(self._model), storage) for _ in prompts]
+        plain, plain_seconds = self._serve(prompts, [self._caches() for _ in prompts], decode, lambda batch: sum(c.nbytes for c in batch))
+        caches = [self._plan.apply(self._caches(), storage) for _ in prompts]
         blocks, seconds = self._serve(prompts, caches, decode, lambda batch: storage.pool.used * storage.arenas.block_bytes)
         del caches
         return {"mixed_lengths_kv_ratio": blocks / need, "mixed_lengths_padded_ratio": plain / need, "mixed_lengths_speed_ratio": plain_seconds / seconds}
@@ -135,7 +160,7 @@ class _Bench:
         """A system prompt that is computed once and then found, as the RAM tier lends it."""
         storage = self._storage(shared + self._block + SHARING * (own + decode + 2 * self._block))
         system = _text(shared, 7)
-        first = self._plan.apply(make_prompt_cache(self._model), storage)
+        first = self._plan.apply(self._caches(), storage)
         started = time.perf_counter()
         self._prefill(first, system)
         stored = kinds.lend(first)
@@ -158,6 +183,11 @@ class _Bench:
         peak = storage.pool.peak * storage.arenas.block_bytes
         need = (shared + SHARING * (own + decode)) * self._plan.token_bytes
         return {"shared_prefix_kv_ratio": peak / need, "shared_prefix_ttft_ratio": max(waits) / cold, "shared_prefix_cold_ms": cold * 1e3, "shared_prefix_found_ms": max(waits) * 1e3}
+
+    def _caches(self) -> list[Any]:
+        """Fresh ones without paging."""
+        caches = make_prompt_cache(self._model)
+        return caches if self._scheme is None else self._scheme.caches(self._model, None, caches)
 
     def _storage(self, tokens: int) -> Storage:
         storage = self._plan.storage(-(-tokens // self._block) + 1, self._block)

@@ -16,7 +16,6 @@ from .affine import KINDS as AFFINE
 from .attention import ChunkedKind, ConcatenateKind, PlainKind
 from .batch import BatchKind, BatchRotatingKind
 from .kind import Dump, InconsistentLength, Kind, Later, Tensor, UnknownCacheClass, kind_of, kinds, made, register
-from .lockstep import SingleKind
 from .nested import ListKind, all_can_cut, check_depth, common_length, dump_all, lend_all, load_all
 from .quantized import QuantizedKind
 from .recurrent import ArraysKind, LayerKind
@@ -78,7 +77,7 @@ def can_cut(caches: Sequence[Any], n: int) -> bool:
 
 def quantized(caches: Sequence[Any]) -> bool:
     """Whether a scheme has quantized what it quantizes of them."""
-    return any(isinstance(kind_of(leaf), SingleKind) for leaf in leaves(caches))
+    return any(kind_of(leaf).quantized(leaf) for leaf in leaves(caches))
 
 
 def stay_cuttable(caches: Sequence[Any]) -> bool:

@@ -87,6 +87,9 @@ class PlainKind(Trimmed, _FromFirst):
             return Dump({"offset": 0}, {})
         return Dump({"offset": cache.offset}, _token_tensors(cache, cache.offset))
 
+    def fields(self, cache: Any, offset: int) -> dict[str, Any]:
+        return {"offset": offset}
+
     def row(self, cache: Any) -> Any | None:
         row = BatchKVCache([0])
         if self.empty(cache):

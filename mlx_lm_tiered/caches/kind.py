@@ -60,8 +60,6 @@ class Kind:
 
     name: str
     class_name: str
-    # The kind whose form it has on disk, where that is another one.
-    stored_as: str | None = None
     # Types that keys and values of a loaded cache may have.
     elements: tuple[mx.Dtype, ...] = (mx.float16, mx.bfloat16, mx.float32)
 
@@ -74,9 +72,17 @@ class Kind:
         """How the cache stores what it holds, e.g. ``kv:quant:8:64``."""
         raise NotImplementedError
 
+    def stored_as(self, cache: Any) -> str:
+        """The name of the kind whose form it has on disk."""
+        return self.name
+
     def stored_signature(self, cache: Any) -> str:
-        """The same of what is stored of it."""
+        """The signature of what is stored of it."""
         return self.signature(cache)
+
+    def quantized(self, cache: Any) -> bool:
+        """Whether a KV scheme has quantized what it holds."""
+        return False
 
     def empty(self, cache: Any) -> bool:
         """Whether the cache is as good as new."""
@@ -108,6 +114,10 @@ class Kind:
 
     def dump(self, cache: Any) -> Dump:
         """Everything the cache holds."""
+        raise NotImplementedError
+
+    def fields(self, cache: Any, offset: int) -> dict[str, Any]:
+        """Of a dump, had this empty cache `offset` tokens. Of kinds that paged caches are stored as."""
         raise NotImplementedError
 
     def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:

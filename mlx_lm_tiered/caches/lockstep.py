@@ -114,6 +114,9 @@ class LockstepKind(Kind):
 class SingleKind(LockstepKind):
     """Of one sequence: cut as their parts are, but not before the token at which they were converted."""
 
+    def quantized(self, cache: Any) -> bool:
+        return True
+
     def can_cut(self, cache: Any, n: int) -> bool:
         return super().can_cut(cache, n) and (self.empty(cache) or n == cache.offset or n >= cache.minimum_reusable_offset)
 
@@ -129,6 +132,10 @@ class SingleKind(LockstepKind):
     def dump(self, cache: Any) -> Dump:
         fields, tensors = self._dump_parts(cache)
         return Dump({**fields, BOUND: cache.minimum_reusable_offset}, tensors)
+
+    def fields(self, cache: Any, offset: int) -> dict[str, Any]:
+        held = {name: getattr(cache, name) for name in self.extras} if offset else {}
+        return {**self.dump(cache).fields, **held, "offset": offset}
 
     def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
         reader = Reader(self.name, fields, arrays)

@@ -35,7 +35,7 @@ def dump_all(caches: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, Ten
     for i, cache in enumerate(caches):
         kind = kind_of(cache)
         fields, held = kind.dump(cache)
-        descriptors.append({"kind": kind.stored_as or kind.name, "fields": fields})
+        descriptors.append({"kind": kind.stored_as(cache), "fields": fields})
         tensors |= {f"{i}.{name}": tensor for name, tensor in held.items()}
     return descriptors, tensors
 

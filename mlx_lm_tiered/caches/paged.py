@@ -1,7 +1,7 @@
 """Paged caches: a row's blocks are shared where others copy or share whole buffers.
 
-On disk they are what plain caches are, under the same kind: paging moves numbers and
-changes none, so what one start has written the next one reads, with pages or without.
+On disk they are what caches without paging are, under the same kind: paging moves numbers
+and changes none, so what one start has written the next one reads, with pages or without.
 Registered by `paged.scheme`, so that nothing of paging is imported where it is off.
 """
 
@@ -12,22 +12,30 @@ from typing import Any
 
 import mlx.core as mx
 
-from .attention import TOKEN_AXIS, PlainKind
-from .kind import Dump, Kind, Tensor, Trimmed
+from .attention import TOKEN_AXIS
+from .kind import Dump, Kind, Tensor, Trimmed, kind_of
 
 
 class PagedKind(Trimmed):
     """PagedKVCache."""
 
     name = "kv-paged"
-    stored_as = PlainKind.name
     class_name = "mlx_lm_tiered.paged.cache.PagedKVCache"
 
     def signature(self, cache: Any) -> str:
-        return f"kv:paged:{cache.storage.block}"
+        form = self.stored_signature(cache)
+        return f"kv:paged:{cache.storage.block}" + (f":{form}" if self.quantized(cache) else "")
+
+    def stored_as(self, cache: Any) -> str:
+        return kind_of(cache.sides.like).name
 
     def stored_signature(self, cache: Any) -> str:
-        return "kv:plain"
+        like = cache.sides.like
+        return kind_of(like).signature(like)
+
+    def quantized(self, cache: Any) -> bool:
+        like = cache.sides.like
+        return kind_of(like).quantized(like)
 
     def empty(self, cache: Any) -> bool:
         return cache.offset == 0
@@ -46,13 +54,13 @@ class PagedKind(Trimmed):
         return cache.lent(n)
 
     def dump(self, cache: Any) -> Dump:
-        """As a plain cache. The tensors are read out of the blocks when they are asked for: a view would be in the way of the next write."""
-        if self.empty(cache):
-            return Dump({"offset": 0}, {})
-        return Dump({"offset": cache.offset}, {side: Tensor(cache.later(side), TOKEN_AXIS) for side in ("keys", "values")})
+        """As a cache without paging. The tensors are read out of the blocks when they are asked for: a view would be in the way of the next write."""
+        like, offset = cache.sides.like, cache.offset
+        tensors = {plane.name: Tensor(cache.later(tensor), TOKEN_AXIS) for tensor, plane in enumerate(cache.sides.tensors)}
+        return Dump(kind_of(like).fields(like, offset), tensors if offset else {})
 
     def load(self, fields: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Any:
-        raise ValueError("paged caches are stored as plain ones")
+        raise ValueError("paged caches are stored as those without paging")
 
     def nbytes(self, cache: Any) -> int:
         return cache.nbytes

@@ -1,6 +1,6 @@
-"""What the blocks contain: one array of keys and one of values for each layer, with room for every block of the pool.
+"""What the blocks contain: one array for each plane of each layer, with room for every block of the pool.
 
-An arena is (1, KV heads, blocks * block size, dim): block b has the slots from
+An arena is (1, KV heads, blocks * block size, width): block b has the slots from
 b * block size on. With heads first, blocks side by side are a view such as a plain
 cache hands out; with blocks first, each step would have to copy them.
 
@@ -11,9 +11,10 @@ another one across a write: the next write would copy the whole arena.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
+
+from .sides import Sides
 
 # Runs up to which their slices are put together; more are gathered block by block.
 FEW_RUNS = 16
@@ -21,37 +22,13 @@ FEW_RUNS = 16
 Run = tuple[int, int]  # slots, first and behind the last
 
 
-@dataclass(frozen=True)
-class Sides:
-    """Heads, dimensions and type of one layer's keys and values."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    key_dtype: mx.Dtype
-    value_dtype: mx.Dtype
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that a token takes in this layer."""
-        return self.heads * (self.key_dim * self.key_dtype.size + self.value_dim * self.value_dtype.size)
-
-    @staticmethod
-    def of(keys: mx.array, values: mx.array) -> Sides:
-        """Those of (rows, heads, tokens, dim). Raises ValueError where keys and values differ in heads."""
-        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
-            raise ValueError(f"keys {keys.shape} and values {values.shape} are not of the same tokens and heads")
-        return Sides(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, values.dtype)
-
-
 class Arenas:
-    """`layers` say what each layer's tokens look like. A layer's arrays are made by its first write."""
+    """`layers` say what each layer's tokens look like. A layer's arrays, which are in `planes`, are made by its first write."""
 
     def __init__(self, layers: Sequence[Sides], blocks: int, block: int):
         self.layers = tuple(layers)
         self.blocks, self.block = blocks, block
-        self.keys: list[mx.array | None] = [None] * len(self.layers)
-        self.values: list[mx.array | None] = [None] * len(self.layers)
+        self.planes: list[tuple[mx.array, ...]] = [()] * len(self.layers)
 
     @property
     def block_bytes(self) -> int:
@@ -64,63 +41,64 @@ class Arenas:
 
     def make(self, layer: int) -> None:
         """Make a layer's arrays, if they are not made yet."""
-        if self.keys[layer] is None:
-            sides, slots = self.layers[layer], self.blocks * self.block
-            self.keys[layer] = mx.zeros((1, sides.heads, slots, sides.key_dim), sides.key_dtype)
-            self.values[layer] = mx.zeros((1, sides.heads, slots, sides.value_dim), sides.value_dtype)
+        if not self.planes[layer]:
+            slots = self.blocks * self.block
+            self.planes[layer] = tuple(mx.zeros((1, plane.heads, slots, plane.width), plane.dtype) for plane in self.layers[layer].planes)
 
     def settle(self, layer: int) -> None:
         """Compute a layer's arrays, made if need be."""
         self.make(layer)
-        mx.eval(self.keys[layer], self.values[layer])
+        mx.eval(self.planes[layer])
 
-    def write(self, layer: int, runs: Sequence[Run], keys: mx.array, values: mx.array) -> None:
-        """Put tokens (1, heads, tokens, dim) into slots, in order. Raises ValueError when they are not the layer's."""
-        self._check(layer, keys, values)
-        at = 0
+    def write(self, layer: int, runs: Sequence[Run], arrays: Sequence[mx.array]) -> None:
+        """Put tokens, (1, heads, tokens, width) of each plane, into slots, in order. Raises ValueError when they are not the layer's."""
+        self._check(layer, arrays)
+        at, tokens = 0, arrays[0].shape[2]
         for start, stop in runs:
-            whole = at == 0 and stop - start == keys.shape[2]
-            for arena, side in ((self.keys[layer], keys), (self.values[layer], values)):
-                arena[:, :, start:stop] = side if whole else side[:, :, at : at + stop - start]  # type: ignore[index]
+            whole = at == 0 and stop - start == tokens
+            for arena, array in zip(self.planes[layer], arrays, strict=True):
+                arena[:, :, start:stop] = array if whole else array[:, :, at : at + stop - start]
             at += stop - start
 
-    def scatter(self, layer: int, slots: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Put one token of each row (rows, heads, 1, dim) into its slot."""
-        self._check(layer, keys, values)
-        for arena, side in ((self.keys[layer], keys), (self.values[layer], values)):
-            arena[:, :, slots] = side[:, :, 0].swapaxes(0, 1)[None]  # type: ignore[index]
+    def scatter(self, layer: int, slots: mx.array, arrays: Sequence[mx.array]) -> None:
+        """Put one token of each row, (rows, heads, 1, width) of each plane, into its slot."""
+        self._check(layer, arrays)
+        for arena, array in zip(self.planes[layer], arrays, strict=True):
+            arena[:, :, slots] = array[:, :, 0].swapaxes(0, 1)[None]
 
-    def read(self, layer: int, runs: Sequence[Run]) -> tuple[mx.array, mx.array]:
-        """Keys and values in slots, (1, heads, tokens, dim): a view of one run, a copy of several. Runs but the first begin with a block."""
-        keys, values = self.keys[layer], self.values[layer]
-        assert keys is not None and values is not None
-        return self._read(keys, runs), self._read(values, runs)
+    def read(self, layer: int, runs: Sequence[Run]) -> list[mx.array]:
+        """What is in slots, (1, heads, tokens, width) of each plane: views of one run, copies of several. Runs but the first begin with a block."""
+        assert self.planes[layer]
+        return [self._read(arena, runs) for arena in self.planes[layer]]
 
-    def copied(self, layer: int, side: str, runs: Sequence[Run]) -> mx.array:
-        """`keys` or `values` in slots as an array of their own, of one layer."""
-        arena = (self.keys if side == "keys" else self.values)[layer]
-        assert arena is not None
-        return mx.take(arena, mx.concatenate([mx.arange(start, stop) for start, stop in runs]), axis=2)
+    def copied(self, layer: int, tensor: int, runs: Sequence[Run]) -> mx.array:
+        """One of the layer's `tensors` in slots as an array of its own."""
+        assert self.planes[layer]
+        slots = mx.concatenate([mx.arange(start, stop) for start, stop in runs])
+        return mx.take(self.layers[layer].stored(self.planes[layer])[tensor], slots, axis=2)
 
-    def padded(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values in `slots` (rows, tokens), as (rows, heads, tokens, dim), a copy."""
-        keys, values = self.keys[layer], self.values[layer]
-        assert keys is not None and values is not None
-        return tuple(mx.take(side[0], slots, axis=1).swapaxes(0, 1) for side in (keys, values))  # type: ignore[return-value]
+    def padded(self, layer: int, slots: mx.array) -> list[mx.array]:
+        """What is in `slots` (rows, tokens), as (rows, heads, tokens, width) of each plane, copies."""
+        assert self.planes[layer]
+        return [mx.take(arena[0], slots, axis=1).swapaxes(0, 1) for arena in self.planes[layer]]
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block's slots, in every layer that has any."""
         slots = mx.arange(source * self.block, (source + 1) * self.block)
-        arenas = [arena for arena in (*self.keys, *self.values) if arena is not None]
+        arenas = [arena for planes in self.planes for arena in planes]
         # Computed before anything is written: until then each is a second handle on its arena.
         copies = [mx.take(arena, slots, axis=2) for arena in arenas]
         mx.eval(copies)
         for arena, copied in zip(arenas, copies, strict=True):
             arena[:, :, target * self.block : (target + 1) * self.block] = copied
 
-    def _check(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        if Sides.of(keys, values) != self.layers[layer]:
-            raise ValueError(f"keys {keys.shape} of {keys.dtype} and values {values.shape} of {values.dtype} are not what the blocks were made for")
+    def _check(self, layer: int, arrays: Sequence[mx.array]) -> None:
+        planes = self.layers[layer].planes
+        tokens = arrays[0].shape[2:3]
+        for plane, array in zip(planes, arrays, strict=True):
+            shape = array.shape
+            if len(shape) != 4 or shape[2:3] != tokens or shape[1] != plane.heads or shape[3] != plane.width or array.dtype != plane.dtype:
+                raise ValueError(f"{plane.name} {shape} of {array.dtype} are not what the blocks were made for")
         self.make(layer)
 
     def _read(self, arena: mx.array, runs: Sequence[Run]) -> mx.array:

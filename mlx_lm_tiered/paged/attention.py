@@ -26,10 +26,10 @@ class Rows:
     def __init__(self, tables: Sequence[Table], layer: int, before: Sequence[int], counts: Sequence[int]):
         self.tables, self.layer, self.before, self.counts = tuple(tables), layer, before, counts
 
-    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    def attend(self, quantized: Callable[..., mx.array], queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """(rows, heads, tokens, value dim). Queries behind a row's new tokens are padding, and get zeros.
 
-        An array `mask` is over tokens that are padded on the left to the longest row's.
+        An array `mask` is over tokens that are padded on the left to the longest row's. `quantized` attends to what is no plain array.
         """
         storage = self.tables[0].storage
         if storage.attend is not None:
@@ -37,7 +37,7 @@ class Rows:
             if done is not None:
                 return done
         tokens = queries.shape[2]
-        outputs = [self._row(row, queries[row : row + 1], scale, mask, sinks) for row in range(len(self.tables))]
+        outputs = [self._row(quantized, row, queries[row : row + 1], scale, mask, sinks) for row in range(len(self.tables))]
         dim = outputs[0].shape[3]
         for row, count in enumerate(self.counts):
             if count < tokens:
@@ -45,7 +45,7 @@ class Rows:
                 outputs[row] = mx.concatenate([outputs[row], padding], axis=2)
         return mx.concatenate(outputs)
 
-    def _row(self, row: int, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    def _row(self, quantized: Callable[..., mx.array], row: int, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         count, before = self.counts[row], self.before[row]
         table = self.tables[row]
         if count == 0:
@@ -57,15 +57,20 @@ class Rows:
         elif count == 1:
             mask = None
         keys, values = read(table, self.layer)
-        return mx.fast.scaled_dot_product_attention(queries[:, :, :count], keys, values, scale=scale, mask=mask, sinks=sinks)
+        queries = queries[:, :, :count]
+        if isinstance(keys, mx.array):
+            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        more = {} if sinks is None else {"sinks": sinks}
+        return quantized(queries, keys, values, scale=scale, mask=mask, group_size=keys.group_size, bits=keys.bits, **more)
 
 
-def build(upstream: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """What stands in for `upstream`, mlx-lm's quantized_scaled_dot_product_attention: the same parameters, and `sinks`."""
+def build(quantized: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """What stands in for `quantized`, mlx-lm's quantized_scaled_dot_product_attention or what a KV scheme has for it: the same parameters, and `sinks`."""
 
     def attend(queries: mx.array, q_keys: Any, q_values: Any, scale: float, mask: Any, group_size: int = 64, bits: int = 8, sinks: Any = None) -> mx.array:
         if isinstance(q_keys, Rows):
-            return q_keys.attend(queries, scale, mask, sinks)
-        return upstream(queries, q_keys, q_values, scale=scale, mask=mask, group_size=group_size, bits=bits)
+            return q_keys.attend(quantized, queries, scale, mask, sinks)
+        more = {} if sinks is None else {"sinks": sinks}
+        return quantized(queries, q_keys, q_values, scale=scale, mask=mask, group_size=group_size, bits=bits, **more)
 
     return attend

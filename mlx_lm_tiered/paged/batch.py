@@ -10,16 +10,16 @@ import numpy as np
 from mlx_lm.models.cache import _BaseCache, create_attention_mask, create_causal_mask
 
 from .attention import Rows
-from .cache import PagedKVCache, append, newest, read
+from .cache import PagedKVCache, append_planes, newest, read
+from .sides import Sides
 from .table import Storage, Table
-
 
 # Tokens of a step up to which a row's blocks are left to a kernel; prefills gather.
 FEW = 8
 
 
 class BatchPagedKVCache(_BaseCache):
-    """Stands for mlx-lm's BatchKVCache of one layer.
+    """Stands for mlx-lm's BatchKVCache of one layer, or a KV scheme's.
 
     One row gets the arrays that it would get alone. Several get a `Rows`, over which
     each row attends to its own tokens; where a model's attention must have arrays
@@ -40,6 +40,11 @@ class BatchPagedKVCache(_BaseCache):
         return self.tables[0].storage
 
     @property
+    def sides(self) -> Sides:
+        """What the rows' tokens look like."""
+        return self.storage.arenas.layers[self.layer]
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of each row."""
         return [table.length(self.layer) for table in self.tables]
@@ -51,13 +56,12 @@ class BatchPagedKVCache(_BaseCache):
     @property
     def bits(self) -> int:
         """Tells mlx-lm's attention of keys that are no arrays; there is no such attribute where they are."""
-        if not self._apart:
-            raise AttributeError("bits")
-        return 0
+        return Rows.bits if self._apart else self.sides.bits
 
     @property
     def group_size(self) -> int:
-        return self.bits
+        """As `bits`."""
+        return Rows.group_size if self._apart else self.sides.group_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append tokens (rows, heads, tokens, dim); keys and values of all. Raises PoolExhausted."""
@@ -66,15 +70,16 @@ class BatchPagedKVCache(_BaseCache):
         counts = [tokens] * len(before) if self._coming is None else [min(tokens, left) for left in self._coming]
         if self._coming is not None:
             self._coming = [left - count for left, count in zip(self._coming, counts, strict=True)]
+        arrays = self.sides.encoded(keys, values)
         if tokens == 1 and len(before) > 1 and all(counts):
             for table in self.tables:
                 table.extend(self.layer, 1)
             places = [table.slot(at) for table, at in zip(self.tables, before, strict=True)]
-            self.storage.arenas.scatter(self.layer, self.storage.places(places), keys, values)
+            self.storage.arenas.scatter(self.layer, self.storage.places(places), arrays)
         else:
             for row, (table, count) in enumerate(zip(self.tables, counts, strict=True)):
                 if count:
-                    append(table, self.layer, keys[row : row + 1, :, :count], values[row : row + 1, :, :count])
+                    append_planes(table, self.layer, [array[row : row + 1, :, :count] for array in arrays])
         self._last = before, counts, tokens
         return self._fetched(*self._last)
 
@@ -98,7 +103,7 @@ class BatchPagedKVCache(_BaseCache):
             width = max(before) + tokens
             slots = [_slots(table, at + count, max(before) - at, width) for table, at, count in zip(self.tables, before, counts, strict=True)]
             self.storage.padding = asked, mx.array(np.stack(slots))
-        return self.storage.arenas.padded(self.layer, self.storage.padding[1])
+        return self.sides.fetched(self.storage.arenas.padded(self.layer, self.storage.padding[1]))
 
     def _in_pieces(self, tokens: int) -> bool:
         """Whether a kernel may read one row's blocks, which would have to be gathered."""
@@ -154,8 +159,7 @@ class BatchPagedKVCache(_BaseCache):
     @property
     def state(self) -> Any:
         """The layer's whole arenas, to be evaluated; keep nothing of it."""
-        arenas = self.storage.arenas
-        return [side for side in (arenas.keys[self.layer], arenas.values[self.layer]) if side is not None]
+        return list(self.storage.arenas.planes[self.layer])
 
     def is_trimmable(self) -> bool:
         return True

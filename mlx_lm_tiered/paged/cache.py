@@ -9,11 +9,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from ..caches.kind import Later
+from .sides import Sides
 from .table import Storage, Table
 
 
 class PagedKVCache(_BaseCache):
-    """Stands for mlx-lm's KVCache, number for number; `layer` is its place among the paged layers.
+    """Stands for mlx-lm's KVCache, or a KV scheme's cache of every token, number for number; `layer` is its place among the paged layers.
 
     Where its blocks are one ascending run, attention gets views of the arena, as it
     gets views of a plain cache's buffers; otherwise copies.
@@ -29,17 +30,32 @@ class PagedKVCache(_BaseCache):
         return self.table.storage
 
     @property
+    def sides(self) -> Sides:
+        """What its tokens look like."""
+        return self.storage.arenas.layers[self.layer]
+
+    @property
     def offset(self) -> int:
         return self.table.length(self.layer)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    @property
+    def bits(self) -> int:
+        """As `Sides.bits`: there is no such attribute where keys are plain."""
+        return self.sides.bits
+
+    @property
+    def group_size(self) -> int:
+        """As `bits`."""
+        return self.sides.group_size
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append tokens (1, heads, tokens, dim); keys and values of all. Raises PoolExhausted, and ValueError for more than one sequence."""
         if keys.shape[0] != 1:
             raise ValueError(f"a paged cache holds one sequence, and got {keys.shape[0]}")
         append(self.table, self.layer, keys, values)
         return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+    def keys_and_values(self) -> tuple[Any, Any]:
         """What all its tokens have; without a copy where its blocks are one run."""
         return read(self.table, self.layer)
 
@@ -48,11 +64,11 @@ class PagedKVCache(_BaseCache):
         return newest(self.table, self.layer, most)
 
     @property
-    def keys(self) -> mx.array | None:
+    def keys(self) -> Any:
         return self.keys_and_values()[0] if self.offset else None
 
     @property
-    def values(self) -> mx.array | None:
+    def values(self) -> Any:
         return self.keys_and_values()[1] if self.offset else None
 
     def size(self) -> int:
@@ -61,8 +77,7 @@ class PagedKVCache(_BaseCache):
     @property
     def state(self) -> Any:
         """The layer's whole arenas, to be evaluated; keep nothing of it."""
-        arenas = self.storage.arenas
-        return [side for side in (arenas.keys[self.layer], arenas.values[self.layer]) if side is not None]
+        return list(self.storage.arenas.planes[self.layer])
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -81,18 +96,17 @@ class PagedKVCache(_BaseCache):
         """A cache that shares the blocks of the first `n` tokens, or of all; see `Table.fork`."""
         return PagedKVCache(self.table.fork(self.layer, self.offset if n is None else n, key), self.layer)
 
-    def later(self, side: str) -> Later:
-        """Its keys or values as they will be read out of the blocks, which must not be written to until then."""
-        sides, tokens = self.storage.arenas.layers[self.layer], self.offset
-        dim, dtype = (sides.key_dim, sides.key_dtype) if side == "keys" else (sides.value_dim, sides.value_dtype)
+    def later(self, tensor: int) -> Later:
+        """One of its `tensors` (see `Sides`) as it will be read out of the blocks, which must not be written to until then."""
+        plane, tokens = self.sides.tensors[tensor], self.offset
 
         def make() -> mx.array:
             # Several runs are a copy already; a view must not outlive this call.
-            array = self.storage.arenas.copied(self.layer, side, self.table.slots(0, tokens))
+            array = self.storage.arenas.copied(self.layer, tensor, self.table.slots(0, tokens))
             mx.eval(array)
             return array
 
-        return Later((1, sides.heads, tokens, dim), dtype, make)
+        return Later((1, plane.heads, tokens, plane.width), plane.dtype, make)
 
     def __copy__(self) -> PagedKVCache:
         return self.lent()
@@ -118,21 +132,28 @@ class PagedKVCache(_BaseCache):
 
 def append(table: Table, layer: int, keys: mx.array, values: mx.array) -> None:
     """Put tokens (1, heads, tokens, dim) behind a layer's. Raises PoolExhausted and ValueError; then the layer has what it had."""
-    start = table.extend(layer, keys.shape[2])
+    append_planes(table, layer, table.storage.arenas.layers[layer].encoded(keys, values))
+
+
+def append_planes(table: Table, layer: int, arrays: Sequence[mx.array]) -> None:
+    """The same of tokens as the blocks hold them, (1, heads, tokens, width) of each plane."""
+    tokens = arrays[0].shape[2]
+    start = table.extend(layer, tokens)
     try:
-        table.storage.arenas.write(layer, table.slots(start, table.length(layer)), keys, values)
+        table.storage.arenas.write(layer, table.slots(start, start + tokens), arrays)
     except ValueError:
-        table.trim(layer, keys.shape[2])
+        table.trim(layer, tokens)
         raise
 
 
-def read(table: Table, layer: int) -> tuple[mx.array, mx.array]:
-    """Keys and values of all of a layer's tokens, (1, heads, tokens, dim)."""
-    return table.storage.arenas.read(layer, table.slots(0, table.length(layer)))
+def read(table: Table, layer: int, start: int = 0) -> tuple[Any, Any]:
+    """Keys and values of a layer's tokens, all or those from `start` on, as attention takes them."""
+    arenas = table.storage.arenas
+    return arenas.layers[layer].fetched(arenas.read(layer, table.slots(start, table.length(layer))))
 
 
-def newest(table: Table, layer: int, most: int | None) -> tuple[mx.array, mx.array, int] | None:
+def newest(table: Table, layer: int, most: int | None) -> tuple[Any, Any, int] | None:
     """The same of the newest `most` tokens, and how many those are; None where there is none."""
     length = table.length(layer)
     count = length if most is None else min(most, length)
-    return (*table.storage.arenas.read(layer, table.slots(length - count, length)), count) if count else None
+    return (*read(table, layer, length - count), count) if count else None

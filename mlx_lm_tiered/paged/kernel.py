@@ -15,7 +15,7 @@ WIDTH = 16
 
 
 class OverBlocks:
-    """Attention of `Rows` by a kernel; None for what it does not do: masks of arrays, sinks, more than a few tokens, padded rows."""
+    """Attention of `Rows` by a kernel; None for what it does not do: tokens of a KV scheme, masks of arrays, sinks, more than a few tokens, padded rows."""
 
     def __init__(self, kernels: Kernels):
         self._kernels = kernels
@@ -28,7 +28,9 @@ class OverBlocks:
         if tokens > MOST_LENGTH or sinks is not None or isinstance(mask, mx.array) or any(count != tokens for count in rows.counts):
             return None
         arenas = rows.tables[0].storage.arenas
-        keys, values = arenas.keys[rows.layer], arenas.values[rows.layer]
+        if hasattr(arenas.layers[rows.layer], "bits"):
+            return None
+        keys, values = arenas.planes[rows.layer]
         lengths = [before + tokens for before in rows.before]
         table = self._table([table.blocks for table in rows.tables])
         return self._kernels.attend_blocks(queries, keys, values, table, self._lengths(lengths), scale, arenas.block, max(lengths))

@@ -12,8 +12,9 @@ def check(settings: Settings, spec: Spec, invocation: Invocation) -> None:
     """Refuse a start that paging cannot serve. Raises UsageError with one sentence."""
     if invocation.command != "server":
         raise UsageError("--paged-kv is for servers; leave it out")
-    if not spec.plain:
-        raise UsageError(f"--paged-kv keeps KV in the model's own precision, and {spec.origin} {spec} does not; leave one of them out")
+    if spec.start > 0:
+        advice = "add --quantized-kv-start 0" if spec.origin == "--kv-bits" else f"use {spec.form.word}:{spec.form}"
+        raise UsageError(f"--paged-kv has blocks of one form, and {spec.origin} {spec} changes it at token {spec.start}; {advice}")
     if settings.generation_checkpoint:
         raise UsageError("--paged-kv and --generation-checkpoint cannot be combined yet; leave one of them out")
     for name in ("prompt_cache_bytes", "prompt_cache_size"):

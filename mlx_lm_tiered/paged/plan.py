@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
-from ..schemes.convert import leaves, mapped
+from ..schemes.convert import leaves
 from ..schemes.cost import Layer
 from ..schemes.plan import measured
-from .arenas import Arenas, Sides
-from .cache import PagedKVCache
+from .arenas import Arenas
+from .moving import into_blocks
 from .pool import Pool
+from .sides import Sides, sides_of
 from .table import Storage, Table
 
 # What logits may differ by, of their largest, before they are taken for wrong. What is wrong is wrong by far more; the
@@ -44,31 +44,28 @@ class Plan:
 
     def storage(self, blocks: int, block: int) -> Storage:
         """A pool with its arenas."""
-        storage = Storage(Pool(blocks), Arenas(self.paged, blocks, block))
+        storage = Storage(Pool(blocks), Arenas(self.paged, blocks, block), self.sides)
         storage.padded = self.padded
         return storage
 
     def apply(self, caches: Sequence[Any], storage: Storage) -> list[Any]:
         """A model's fresh caches, those of full attention over a new table."""
-        table, sides, layers = Table(storage), iter(self.sides), iter(range(len(self.paged)))
-
-        def change(leaf: Any) -> Any:
-            side = next(sides)
-            layer = None if side is None else next(layers)
-            # A ring is made in place of a plain cache where its size is bounded.
-            return leaf if layer is None or type(leaf) is not KVCache else PagedKVCache(table, layer)
-
-        return [mapped(cache, change) for cache in caches]
+        return into_blocks(caches, Table(storage))
 
 
-def make(model: Any, caches: Sequence[Any]) -> Plan | None:
-    """The plan for a model, whose fresh `caches` stay unused; None where no cache is of full attention. Raises ValueError with one sentence."""
+def make(model: Any, caches: Sequence[Any], costs: Sequence[Sequence[Layer]] | None = None) -> Plan | None:
+    """The plan for a model, whose fresh `caches` stay unused; None where no cache is of full attention. Raises ValueError with one sentence.
+
+    A KV scheme has `costs` of its own, each cache's layers.
+    """
     plain = copy.deepcopy(list(caches))
     expected = [_run(model, plain, chunk) for chunk in _chunks(SEEN)]
-    sides = tuple(Sides.of(c.keys, c.values) if type(c) is KVCache and c.keys is not None else None for c in leaves(plain))
+    sides = tuple(map(sides_of, leaves(plain)))
     if not any(sides):
         return None
-    layers = tuple(tuple(Layer(computed=side.token_bytes) if side is not None else measured(leaf) for leaf, side in pairs) for pairs in _by_cache(plain, sides))
+    costs = costs or [[measured(leaf) for leaf in leaves([cache])] for cache in plain]
+    found = iter(sides)
+    layers = tuple(tuple(layer if (side := next(found)) is None else Layer(computed=side.computed_bytes) for layer in each) for each in costs)
     plan = Plan(sides, layers, padded=False)
     try:
         alone = plan.apply(copy.deepcopy(list(caches)), plan.storage(4, 2))
@@ -86,11 +83,6 @@ def make(model: Any, caches: Sequence[Any]) -> Plan | None:
         except Exception as error:
             reasons.append(error)
     raise ValueError(f"the model's attention cannot read rows of paged KV ({type(reasons[-1]).__name__}: {reasons[-1]})") from reasons[-1]
-
-
-def _by_cache(caches: Sequence[Any], sides: Sequence[Sides | None]) -> list[list[tuple[Any, Sides | None]]]:
-    found = iter(sides)
-    return [[(leaf, next(found)) for leaf in leaves([cache])] for cache in caches]
 
 
 def _chunks(lengths: Sequence[int], first: int = 0) -> list[list[int]]:

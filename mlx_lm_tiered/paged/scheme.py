@@ -11,10 +11,12 @@ from ..caches import nested
 from ..caches.kind import kind_named, register
 from ..caches.paged import KINDS
 from ..kernels.choice import Kernels
-from ..schemes.convert import leaves, mapped
+from ..schemes.convert import leaves
+from ..schemes.scheme import Scheme
 from ..statistics import Statistics
 from . import attention, plan
-from .cache import PagedKVCache, append
+from .cache import PagedKVCache
+from .moving import into_blocks, layers_of, out_of_blocks
 from .plan import Plan
 from .table import Storage, Table
 
@@ -37,16 +39,17 @@ class Holds(Protocol):
 class Pages:
     """Implements the contract's `KVScheme` with blocks of `block` tokens out of `nbytes` for each model that is loaded.
 
-    KV stays in the model's own precision, so what is stored is told from nothing else: entries
-    are those of a start without paging. A model that paging cannot serve keeps plain caches, with one warning.
+    Blocks hold KV as `scheme` has it from a sequence's first token on, or in the model's own precision. What is stored is
+    told from nothing else: entries are those of a start without paging. A model that paging cannot serve keeps the caches
+    that it has without, with one warning.
     """
 
     start = 0
 
-    def __init__(self, block: int, nbytes: int, statistics: Statistics, kernels: str = "auto"):
-        self.block, self.nbytes = block, nbytes
+    def __init__(self, block: int, nbytes: int, statistics: Statistics, kernels: str = "auto", scheme: Scheme | None = None):
+        self.block, self.nbytes, self.scheme = block, nbytes, scheme
         self._statistics = statistics
-        self._kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text))
+        self._kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text)) if scheme is None else scheme.kernels
         # To have so many blocks let go (see `Pool`); as a last resort, or only where it is of use.
         self.relieve: Callable[[Storage, int, bool], None] = lambda storage, missing, last: None
         self.storages: dict[Path | None, Storage] = {}  # of the model that is loaded; one beside it, that mlx-lm drafts with, is not paged
@@ -54,9 +57,11 @@ class Pages:
     # The contract
 
     def name(self, path: Path | None) -> str:
-        return "plain"
+        return "plain" if self.scheme is None else self.scheme.name(path)
 
     def caches(self, model: Any, path: Path | None, caches: list[Any]) -> list[Any]:
+        if self.scheme is not None:
+            caches = self.scheme.caches(model, path, caches)
         found = self._known(model, path, caches)
         if found is None or len(found[0].layers) != len(caches):
             return caches
@@ -68,7 +73,9 @@ class Pages:
     def plain_class(self, cache: Any) -> type:
         from mlx_lm.models.cache import KVCache
 
-        return KVCache if isinstance(cache, PagedKVCache) else type(cache)
+        if isinstance(cache, PagedKVCache):
+            return KVCache
+        return type(cache) if self.scheme is None else self.scheme.plain_class(cache)
 
     def convert(self, caches: list[Any]) -> None:
         """Nothing begins later than at the first token."""
@@ -85,70 +92,40 @@ class Pages:
         return batch
 
     def attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        return attention.build(upstream)
+        return attention.build(upstream if self.scheme is None else self.scheme.attention(upstream))
 
     # For the tiers and admission
 
-    def plan_of(self, model: Any) -> Plan | None:
-        """What the memory guard bills a request: the pool is there whoever uses it."""
+    def plan_of(self, model: Any) -> Any:
+        """What the memory guard bills a request: the pool is there whoever uses it. Of a model that is not paged the KV scheme's."""
         known = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
-        return known[1][0] if known is not None and known[0] is self and known[1] is not None else None
+        if known is not None and known[0] is self and known[1] is not None:
+            return known[1][0]
+        return None if self.scheme is None else self.scheme.plan_of(model)
 
     def adopted(self, path: Path | None, caches: list[Any], lender: Holds | None = None, common: int = 0) -> list[Any] | None:
         """A request's caches with those of full attention in blocks; as they are where these are so already or the model is not paged, None where blocks are short.
 
         Whole blocks of the first `common` tokens are shared with the stored prefix `lender`, which holds the same ones and may be let
-        go meanwhile. One layer is copied and its source freed before the next.
+        go meanwhile.
         """
-        from mlx_lm.models.cache import KVCache
-
         storage = self.storages.get(path)
-        if storage is None:
-            return caches
-        # What comes behind a model's own layers is a draft model's, where mlx-lm drafts.
-        full = [leaf for leaf in leaves(caches) if type(leaf) in (KVCache, PagedKVCache)][: len(storage.arenas.layers)]
-        layers = {id(leaf): layer for layer, leaf in enumerate(full) if type(leaf) is KVCache}
-        if not layers:
+        if storage is None or not layers_of(caches, storage):
             return caches
         table = Table(storage)
         tokens = nested.common_length(caches) or 0
         shared = _share(table, lender, min(common, tokens)) if lender is not None else 0
-
-        def change(leaf: Any) -> Any:
-            layer = layers.get(id(leaf))
-            if layer is None:
-                return leaf
-            made = PagedKVCache(table, layer)
-            if leaf.offset:
-                table.lengths[layer] = shared
-            if leaf.offset > shared:
-                append(table, layer, leaf.keys[:, :, shared : leaf.offset], leaf.values[:, :, shared : leaf.offset])
-                storage.arenas.settle(layer)
-                leaf.keys = leaf.values = None
-            return made
-
         needed = storage.blocks_for(tokens) - len(table.blocks)
         if needed > storage.pool.available:
             self.relieve(storage, needed - storage.pool.available, False)
         if needed > storage.pool.available:
             return None
-        return [mapped(cache, change) for cache in caches]
+        return into_blocks(caches, table, shared)
 
     @staticmethod
     def unpaged(caches: list[Any]) -> list[Any]:
         """The same with copies of what is in blocks: for a model that drafts, and finds what it computed when it answered."""
-        from mlx_lm.models.cache import KVCache
-
-        def change(leaf: Any) -> Any:
-            if not isinstance(leaf, PagedKVCache):
-                return leaf
-            made = KVCache()
-            if leaf.offset:
-                made.keys, made.values = (leaf.later(side).make() for side in ("keys", "values"))
-                made.offset = leaf.offset
-            return made
-
-        return [mapped(cache, change) for cache in caches]
+        return out_of_blocks(caches)
 
     def unloaded(self) -> None:
         """The model goes. Let go of its pool; caches hold it as long as there are any."""
@@ -176,7 +153,8 @@ class Pages:
             return known[1]
         found = None
         try:
-            made = None if self.storages else plan.make(model, caches)
+            schemes = None if self.scheme is None else self.scheme.plan_of(model)
+            made = None if self.storages else plan.make(model, caches, None if schemes is None else schemes.layers)
             if self.storages:
                 logger.info("paged KV: the pool is another model's, and the caches of %s stay as they are", path or "this model")
             elif made is None:

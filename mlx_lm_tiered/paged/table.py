@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from .arenas import Arenas, Run
 from .pool import Pool, PoolExhausted
+from .sides import Sides
 
 
 class Remembered:
@@ -26,15 +27,16 @@ class Remembered:
 
 
 class Storage:
-    """A pool, and what is in its blocks.
+    """A pool, and what is in its blocks. `sides` has, for each of a model's caches, what its tokens look like where it is paged; without it all are.
 
     `attend(rows, queries, scale, mask, sinks)` is asked first for attention over several
     rows, and answers None for what it does not do. `padded` says that the model's
     attention must have arrays.
     """
 
-    def __init__(self, pool: Pool, arenas: Arenas):
+    def __init__(self, pool: Pool, arenas: Arenas, sides: Sequence[Sides | None] | None = None):
         self.pool, self.arenas = pool, arenas
+        self.sides = tuple(arenas.layers if sides is None else sides)
         self.attend: Callable[..., mx.array | None] | None = None
         self.padded = False
         # Layers ask for the same numbers one after the other.

@@ -128,7 +128,7 @@ class Lockstep(_BaseCache):
         if Lockstep.keeps_records and self.record is None:
             self.keep_records(keys, values)
         if self.record is not None:
-            return self._append(self._recorded(keys, values))
+            return self._append(self.recorded(keys, values))
         new = self.encode(self.form, keys, values)
         return self.fetched([part.update_and_fetch(k, v) for part, (k, v) in zip(self.parts, new, strict=True)])
 
@@ -170,7 +170,8 @@ class Lockstep(_BaseCache):
             made.adopt(self)
         return made
 
-    def _recorded(self, keys: mx.array, values: mx.array) -> mx.array:
+    def recorded(self, keys: mx.array, values: mx.array) -> mx.array:
+        """New records of keys and values, of a cache that keeps them."""
         assert self.record is not None
         made = None if Lockstep.encoder is None or not self.record.takes(keys.dtype) else Lockstep.encoder(keys, values, self.record)
         return self.record.join(self.encoded(self.form, keys, values)) if made is None else made

@@ -31,8 +31,8 @@ class Scheme:
         self.spec = spec
         self.start = spec.start
         self._statistics = statistics
-        self._kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text))
-        attention.caches_use(self._kernels)
+        self.kernels = Kernels(kernels, lambda text: statistics.fault("decode_kernel", text))
+        attention.caches_use(self.kernels)
         self.conversions = 0
         self._read: dict[Path | None, dict[int, Affine] | Form | ValueError | None] = {}
         self.plans: dict[Path | None, Plan | None] = {}  # the latest of each model, by directory; None where the scheme is off
@@ -96,7 +96,7 @@ class Scheme:
 
     def attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         """What stands in for mlx-lm's quantized attention."""
-        return attention.build(upstream, self._kernels)
+        return attention.build(upstream, self.kernels)
 
     def plan_of(self, model: Any) -> Plan | None:
         """The plan that was made for a model; None before its first caches, and where the scheme is off."""
@@ -118,9 +118,9 @@ class Scheme:
         return {
             "scheme": str(self.spec),
             "conversions": self.conversions,
-            "kernels": self._kernels.state,
-            "kernels_failed": self._kernels.failed,
-            "kernels_slower": self._kernels.slower,
+            "kernels": self.kernels.state,
+            "kernels_failed": self.kernels.failed,
+            "kernels_slower": self.kernels.slower,
             "predicted_bytes": predicted.total(),
             "actual_bytes": actual.total(),
             "layers": {kind: {"predicted_bytes": predicted[kind], "actual_bytes": actual[kind]} for kind in predicted},

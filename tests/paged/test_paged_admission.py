@@ -11,7 +11,8 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_hooks import Admission, ModelSource
 from mlx_lm_tiered.paged.admission import PATIENCE, Blocks
-from mlx_lm_tiered.paged.arenas import Arenas, Sides
+from mlx_lm_tiered.paged.arenas import Arenas
+from mlx_lm_tiered.paged.sides import Sides
 from mlx_lm_tiered.paged.cache import PagedKVCache, append
 from mlx_lm_tiered.paged.pool import Pool
 from mlx_lm_tiered.paged.scheme import Pages

@@ -91,7 +91,7 @@ def test_rows_are_written_in_place():
     storage = storage_for("dense", 16, 4000)
     batch = batch_of(storage, [20, 3, 17])
     mx.eval([cache.state for cache in batch])
-    size = storage.arenas.keys[0].nbytes
+    size = storage.arenas.planes[0][0].nbytes
     mx.reset_peak_memory()
     held = mx.get_active_memory()
     for _ in range(3):

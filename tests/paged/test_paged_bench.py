@@ -6,6 +6,9 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+from mlx_lm_tiered.bench import paged
 from support.models import TINY
 
 
@@ -22,9 +25,16 @@ def test_its_figures(tmp_path):
     assert 1 <= found["shared_prefix_kv_ratio"] < 1.8 and found["shared_prefix_ttft_ratio"] < 1
 
 
-def test_steps_of_random_weights():
-    from mlx_lm_tiered.bench import paged
-
-    found = paged.steps([300], layers=1, hidden=128, block=16, repeats=1)
+@pytest.mark.parametrize("scheme, ratio", (("bf16", 1), ("affine:4", 0.28125), ("turbo", 200 / 512)))
+def test_steps_of_random_weights(scheme: str, ratio: float):
+    found = paged.steps([300], layers=1, hidden=128, block=16, repeats=1, scheme=scheme)
     (row,) = found["rows"]
     assert row["tokens"] == 300 and min(row["decode_ratio_b1"], row["pieces_ratio"]) > 0.1 and found["faults"] == []
+    assert found["token_bytes_ratio"] == ratio
+
+
+def test_its_figures_under_a_scheme():
+    found = paged.run(TINY["llama"], 100, 128, 150, 20, 4, 16, 1, scheme="affine:4:32")
+    assert found["token_bytes_ratio"] == 0.1875 and 1 <= found["mixed_lengths_kv_ratio"] < 1.3 < found["mixed_lengths_padded_ratio"] and found["shared_prefix_kv_ratio"] < 1.8
+    with pytest.raises(ValueError, match="affine:4:32@9 begins at token 9"):
+        paged.run(TINY["llama"], scheme="affine:4:32@9")

@@ -97,13 +97,13 @@ def test_a_step_writes_into_the_arena_and_copies_none_of_it():
     storage = storage_for("dense", 16, 4000)
     caches = new_caches("dense", storage)
     forward("dense", caches, TOKENS[:100])
-    arena = storage.arenas.keys[0]
+    arena = storage.arenas.planes[0][0]
     before, size = address(arena), arena.nbytes
     mx.reset_peak_memory()
     held = mx.get_active_memory()
     for token in TOKENS[100:104]:
         forward("dense", caches, [token])
-    assert address(storage.arenas.keys[0]) == before
+    assert address(storage.arenas.planes[0][0]) == before
     assert mx.get_peak_memory() - held < size, "no arena was copied"
 
 
@@ -112,11 +112,11 @@ def test_a_fork_that_diverges_copies_a_block_and_not_the_arena():
     caches = new_caches("dense", storage)
     forward("dense", caches, TOKENS[:100])
     fork = kinds.lend(caches, 90)
-    before, size = address(storage.arenas.values[1]), storage.arenas.values[1].nbytes
+    before, size = address(storage.arenas.planes[1][1]), storage.arenas.planes[1][1].nbytes
     mx.reset_peak_memory()
     held = mx.get_active_memory()
     forward("dense", fork, TOKENS[200:203])
-    assert address(storage.arenas.values[1]) == before and mx.get_peak_memory() - held < size
+    assert address(storage.arenas.planes[1][1]) == before and mx.get_peak_memory() - held < size
 
 
 def test_a_deep_copy_is_a_fork():
@@ -151,9 +151,9 @@ def test_reading_for_the_disk_leaves_no_handle_on_an_arena():
     forward("dense", caches, TOKENS[:50])
     dumped = kinds.dump(kinds.lend(caches))
     kept = [kinds.made(tensor.array) for tensor in list(dumped.tensors.values())[:2]]
-    before = address(storage.arenas.keys[0])
+    before = address(storage.arenas.planes[0][0])
     forward("dense", caches, TOKENS[50:51])
-    assert address(storage.arenas.keys[0]) == before and kept
+    assert address(storage.arenas.planes[0][0]) == before and kept
     # What is read afterwards is what was there: the writer has blocks of its own now.
     last = kinds.made(dumped.tensors["2.keys"].array)
     plain = make_prompt_cache(model_of("dense"))

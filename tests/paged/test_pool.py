@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_lm_tiered.paged.arenas import Arenas, Sides
+from mlx_lm_tiered.paged.arenas import Arenas
+from mlx_lm_tiered.paged.sides import Sides
 from mlx_lm_tiered.paged.pool import Pool, PoolExhausted
 from mlx_lm_tiered.paged.table import Storage, Table
 
@@ -136,7 +137,7 @@ class Sharing(RuleBasedStateMachine):
                 assert start == len(tokens)
                 keys = mx.array(new, mx.float32).reshape(1, 1, -1, 1) * mx.ones((1, 1, 1, 2))
                 values = mx.broadcast_to(keys[..., :1] + layer, (1, 1, count, 3)).astype(mx.float16)
-                self.storage.arenas.write(layer, table.slots(start, start + count), keys, values)
+                self.storage.arenas.write(layer, table.slots(start, start + count), (keys, values))
             tokens += new
         except PoolExhausted as error:
             assert layer == 0, "other layers find the blocks that the first one took"

@@ -57,13 +57,15 @@ def settled(server: Server, **expected: int) -> dict:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("family", ("llama", "gemma3_text"))
-def test_every_tier_gives_the_tokens_of_plain_caches(family, cache_dir, tmp_path):
-    """Alone, in a batch, from RAM, outside the batch; from disk with and without paging."""
+@pytest.mark.parametrize("family, scheme", (("llama", None), ("gemma3_text", None), ("llama", "affine:4:32")))
+def test_every_tier_gives_the_tokens_of_caches_without_paging(family, scheme, cache_dir, tmp_path):
+    """Alone, in a batch, from RAM, outside the batch; from disk with and without paging. A scheme in both spellings."""
     model = TINY[family]
-    with stock(model, tmp_path / "stock") as server:
+    form = ["--kv-scheme", scheme] if scheme else []
+    with tiered(model, None, *form, log=tmp_path / "alone") if scheme else stock(model, tmp_path / "stock") as server:
         expected = [ask(server, text).tokens for text in TEXTS]
-    with tiered(model, cache_dir, *PAGED, *RESTORE, log=tmp_path / "first") as server:
+    upstreams = ["--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", "0"] if scheme else []
+    with tiered(model, cache_dir, *PAGED, *RESTORE, *upstreams, log=tmp_path / "first") as server:
         assert together(server) == expected
         hits = [ask(server, text) for text in TEXTS]
         assert [hit.tokens for hit in hits] == expected and all(hit.cached_tokens > 0 for hit in hits)
@@ -81,6 +83,10 @@ def test_every_tier_gives_the_tokens_of_plain_caches(family, cache_dir, tmp_path
             own = -(-(hit.prompt_tokens + 24) // 16) - paged["blocks_shared"] + 1
             assert paged["blocks_shared"] >= hit.cached_tokens // 16 > 10 and paged["blocks_used"] - before["blocks_used"] <= own
         stats = server.stats()
+        if scheme:
+            kv = stats["kv"]
+            assert kv["scheme"] == "affine:4:32@0" and kv["predicted_bytes"] <= kv["actual_bytes"] < 1.2 * kv["predicted_bytes"]
+            assert paged["block_bytes"] / 16 == kv["bytes_per_1000_tokens"][model.name] / 1000
         assert stats["faults"] == {} and (family != "llama" or stats["ram"]["bytes"] == paged["blocks_used"] * paged["block_bytes"])
         assert server.flush()[0] == 200
         server.request("POST", "/admin/drain")
@@ -90,11 +96,11 @@ def test_every_tier_gives_the_tokens_of_plain_caches(family, cache_dir, tmp_path
         assert server.terminate() == 0
     if family != "llama":
         return
-    with tiered(model, cache_dir, *RESTORE, log=tmp_path / "plain") as server:
+    with tiered(model, cache_dir, *RESTORE, *form, log=tmp_path / "plain") as server:
         again = [ask(server, text) for text in TEXTS]
         assert [one.tokens for one in again] == expected and all(one.cached_tokens > 0 for one in again)
         assert ask(server, TEXTS[2] + " and").tokens and server.terminate() == 0
-    with tiered(model, cache_dir, *PAGED, *RESTORE, log=tmp_path / "third") as server:
+    with tiered(model, cache_dir, *PAGED, *RESTORE, *form, log=tmp_path / "third") as server:
         again = [ask(server, text) for text in TEXTS]
         assert [one.tokens for one in again] == expected and all(one.cached_tokens > 0 for one in again)
         assert server.stats()["faults"] == {}
@@ -160,9 +166,9 @@ def test_a_client_that_goes_away_in_prefill_or_while_it_waits_leaves_no_promise(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--paged-kv", "--kv-scheme", "affine:4"], "--paged-kv keeps KV in the model's own precision, and --kv-scheme affine:4:64@0 does not"),
-        (["--paged-kv", "--kv-scheme", "turbo"], "--paged-kv keeps KV in the model's own precision, and --kv-scheme turbo:k8v3@0 does not"),
-        (["--paged-kv", "--kv-bits", "4"], "--paged-kv keeps KV in the model's own precision, and --kv-bits affine:4:64@5000 does not"),
+        (["--paged-kv", "--kv-scheme", "affine:4@100"], "--paged-kv has blocks of one form, and --kv-scheme affine:4:64@100 changes it at token 100; use affine:4:64"),
+        (["--paged-kv", "--kv-scheme", "turbo@9"], "--paged-kv has blocks of one form, and --kv-scheme turbo:k8v3@9 changes it at token 9; use turbo:k8v3"),
+        (["--paged-kv", "--kv-bits", "4"], "--paged-kv has blocks of one form, and --kv-bits affine:4:64@5000 changes it at token 5000; add --quantized-kv-start 0"),
         (["--paged-kv", "--generation-checkpoint", "64", "--ssd-cache", "TMP"], "--paged-kv and --generation-checkpoint cannot be combined yet"),
         (["--paged-kv", "--prompt-cache-bytes", "0"], "--paged-kv needs the RAM tier, which --prompt-cache-bytes 0 switches off"),
         (["--paged-kv", "--prompt-cache-size", "0"], "--paged-kv needs the RAM tier, which --prompt-cache-size 0 switches off"),

@@ -65,7 +65,7 @@ def answer(model: Any, prompt: list[int], caches: list[Any]) -> Ended:
 
 def addresses(storage: Storage) -> list[int]:
     """Where the arenas are: a write that found a second handle has put them elsewhere."""
-    return [np.array(arena, copy=False).__array_interface__["data"][0] for arena in (*storage.arenas.keys, *storage.arenas.values)]
+    return [np.array(arena, copy=False).__array_interface__["data"][0] for planes in storage.arenas.planes for arena in planes]
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2", "gemma4_text"])
