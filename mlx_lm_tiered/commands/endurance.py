@@ -1,4 +1,4 @@
-"""``mlx_lm.tiered bench kills``, ``bench soak`` and ``bench stops``: what holds over hundreds of kills, thousands of requests and of places to stop at."""
+"""``mlx_lm.tiered bench kills``, ``bench soak``, ``bench exhaustion`` and ``bench stops``: what holds over hundreds of kills, thousands of requests and of places to stop at."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .terminal import count, model
 
 
 def add_parsers(benches: Any) -> None:
-    """The three, each with its flags."""
+    """The four, each with its flags."""
     kills = benches.add_parser("kills", help="what a busy server's directory holds after SIGKILLs at random moments")
     count(kills, "--count", 200, "kills")
     kills.set_defaults(run=run_kills)
@@ -26,7 +26,11 @@ def add_parsers(benches: Any) -> None:
     stops.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model; float32, or rounding decides")
     stops.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     stops.set_defaults(run=run_stops)
-    for parser in (kills, soak):
+    exhaustion = benches.add_parser("exhaustion", help="whether every request ends as it must, and the pool empty, with many more requests than a pool of paged KV has room for")
+    count(exhaustion, "--requests", 200, "requests, of several clients")
+    count(exhaustion, "--room", 20, "requests that the pool has room for")
+    exhaustion.set_defaults(run=run_exhaustion)
+    for parser in (kills, soak, exhaustion):
         parser.add_argument("--model", metavar="DIR", help="directory or hub name of a model (default: a small one of random weights)")
         parser.add_argument("--seed", type=int, default=0, help="another one gives other conversations (default: 0)")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
@@ -44,6 +48,16 @@ def run_soak(args: argparse.Namespace) -> int:
     from .bench import run_measurement
 
     return run_measurement(args, lambda: soak.run(_model(args), args.requests, args.seed), lambda result: result["faults"][:5])
+
+
+def run_exhaustion(args: argparse.Namespace) -> int:
+    from .. import openblas
+
+    openblas.load()
+    from ..bench import exhaustion
+    from .bench import run_measurement
+
+    return run_measurement(args, lambda: exhaustion.run(_model(args), args.requests, args.room, args.seed), lambda result: result["faults"][:5])
 
 
 def run_stops(args: argparse.Namespace) -> int:

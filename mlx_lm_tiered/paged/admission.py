@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_lm_hooks import Admission, Refused
 
-from .pool import RETRY_AFTER, Pool, PoolExhausted
+from .pool import RETRY_AFTER, PoolExhausted
 from .scheme import Holds, Pages, storage_of
 from .table import Storage, Table
 

@@ -25,6 +25,23 @@ def test_its_figures(tmp_path):
     assert 1 <= found["shared_prefix_kv_ratio"] < 1.8 and found["shared_prefix_ttft_ratio"] < 1
 
 
+def test_logits_are_those_of_plain_caches_bit_for_bit(tmp_path):
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "mlx_lm_tiered.cli", "bench", "paged", "--exact", "--model", str(TINY["llama"]), "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    found = json.loads(file.read_text())
+    assert found["differing"] == found["furthest"] == 0 and found["logits"] > 1e6
+    assert {row["block"] for row in found["rows"]} == {1, 16, 256} and {255, 256, 257, 512, 513} < {row["prompt"] for row in found["rows"]}
+
+
+def test_a_logit_that_differs_is_told():
+    from mlx_lm_tiered.bench import exact
+
+    assert exact.found({"differing": 0, "logits": 5, "furthest": 0.0}) == []
+    assert exact.found({"differing": 2, "logits": 5, "furthest": 0.25}) == ["2 of 5 logits differ, by up to 0.25"]
+
+
 @pytest.mark.parametrize("scheme, ratio", (("bf16", 1), ("affine:4", 0.28125), ("turbo", 200 / 512)))
 def test_steps_of_random_weights(scheme: str, ratio: float):
     found = paged.steps([300], layers=1, hidden=128, block=16, repeats=1, scheme=scheme)

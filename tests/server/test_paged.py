@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from mlx_lm_tiered.bench import exhaustion
 from mlx_lm_tiered.bench.client import RequestFailed
 from mlx_lm_tiered.bench.server import Server
 from support.models import ENDLESS, TINY, document
 from support.server import stock, tiered
+from support.waiting import until
 
 TEXTS = [document(900), document(900) + " It is", document(120, start=900), document(400, start=2000), document(60, start=3000)]
 PAGED = ["--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "16MB"]
@@ -108,13 +110,12 @@ def test_every_tier_gives_the_tokens_of_caches_without_paging(family, scheme, ca
 
 def test_more_requests_than_blocks(tiny_llama, tmp_path):
     """Many requests on a pool for few: each gets its right tokens, waits its turn, and leaves nothing behind."""
-    texts = [conversation(i) for i in range(60)]
+    texts = [conversation(i) for i in range(40)]
     with stock(tiny_llama, tmp_path / "stock") as server:
         with ThreadPoolExecutor(8) as pool:
             expected = list(pool.map(lambda text: patiently(server, text), texts))
     with tiered(tiny_llama, None, "--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "900kB", "--speculation", "ngram", log=tmp_path / "log") as server:
-        total = server.stats()["paged"]
-        assert total["blocks"] == 0, "no model asked for caches yet"
+        until(lambda: server.stats()["paged"]["blocks"] > 0)  # made when the model is loaded, before any request
         with ThreadPoolExecutor(CLIENTS) as pool:
             answers = list(pool.map(lambda text: patiently(server, text), texts))
         assert answers == expected
@@ -125,6 +126,14 @@ def test_more_requests_than_blocks(tiny_llama, tmp_path):
             ask(server, document(3000), 2000)
         assert caught.value.status == 400 and "blocks of 16 tokens, more than the" in str(caught.value)
         assert patiently(server, texts[0]) == expected[0]
+
+
+def test_exhaustion_with_tiers_a_restart_drains_and_clients_that_go():
+    """Thirty of the two hundred requests of ``mlx_lm.tiered bench exhaustion``."""
+    found = exhaustion.run(None, 30, room=4)
+    assert found["faults"] == [] and found["right"] > 20 and found["given_up"] > 1
+    assert found["waits"] > 0 and found["restored"] > 0 and 0 < found["blocks_peak"] <= found["blocks"]
+    assert found["blocks_used_left"] == found["blocks_reserved_left"] == found["waiting_left"] == 0
 
 
 def test_a_model_takes_its_pool_along_when_another_comes(tiny_llama, tiny_lfm2, tmp_path):
