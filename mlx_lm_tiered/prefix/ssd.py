@@ -201,7 +201,7 @@ class SsdTier:
         identity = self._identity(entry.source, 0)
         if identity is None:
             return not self._identities.pending(entry.source)
-        self._queue.offer(Job(identity, _namespace(entry), entry.key, entry.caches, entry.role, kept, entry.companion))
+        self._queue.offer(Job(identity, _namespace(entry), entry.key, entry.caches, entry.role, kept, companion=entry.companion))
         return True
 
     def covers(self, entry: Entry) -> bool:

@@ -8,6 +8,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_hooks import Companion, ModelSource
 from mlx_lm_tiered.prefix.ram import RamTier
 from mlx_lm_tiered.prefix.tiers import TieredPrefixCache
+from mlx_lm_tiered.runtime import Runtime
+from mlx_lm_tiered.settings import Settings
 from mlx_lm_tiered.statistics import Statistics
 
 SOURCE = ModelSource(key="m")
@@ -56,3 +58,20 @@ def test_it_is_not_stored_with_fewer_tokens_than_it_belongs_to():
     prefixes = tier()
     prefixes.put(SOURCE, range(21), caches(20), companion=draft(21))
     assert prefixes.take(SOURCE, range(30)).companion is None
+
+
+def test_it_comes_back_from_the_disk(tiny_llama, cache_dir):
+    """Put into the RAM tier, saved at the end of one run, taken in another."""
+    source = ModelSource(path=tiny_llama)
+    for run in range(2):
+        runtime = Runtime(Settings(ssd_cache=cache_dir, ssd_restore="always"))
+        runtime.saves_itself = True
+        prefixes = runtime.prefix_cache(None, None, "script")
+        runtime.model_loaded(source)
+        if run == 0:
+            prefixes.put(source, range(100), caches(100), companion=draft(100))
+        else:
+            runtime.wait_indexed(source, 30)
+            taken = prefixes.take(source, [*range(100), 99])
+        runtime.close()
+    assert taken.length == 100 and taken.companion.scalars == {"n": 100}
