@@ -17,8 +17,10 @@ from mlx_lm_hooks import Admission, Engine, ModelSource, Preparation, Refused, S
 from . import drafting
 from .identity import stat_signature
 from .index.keys import token_key
+from .managing import Manager
 from .memory.guard import MemoryGuard
 from .prefix.lookup import Lookup
+from .prefix.orders import Orders
 from .prefix.probing import Look, look_in_ram
 from .prefix.ram import RamTier
 from .prefix.rates import Rates
@@ -88,6 +90,8 @@ class Runtime:
         self._namespaces: dict[ModelSource, Hashable] = {}
         self.storage: Storage | None = None  # with --ssd-cache, from the first prefix cache on
         self._saver: Saver | None = None
+        self._orders = Orders(self._wake)
+        self.manager = Manager(lambda: list(self._caches), lambda: self.storage, self._orders)
         self._relief = Relief(lambda: list(self._caches), lambda: self.storage.queue if self.storage is not None else None)
         self.guard = MemoryGuard(settings.memory_budget, self._relief, self.statistics, self._plan_of)
 
@@ -123,6 +127,7 @@ class Runtime:
             self.settings.ssd_demote_idle if self.settings.ssd_restore != "never" else 0.0,
             storage.restorer if storage is not None and self.settings.ssd_restore != "never" else None,
         )
+        cache.inspected = self.settings.cache_inspection
         cache.is_clients, cache.on_lookup, cache.estimate = self._is_clients, self._note, self._prefill_seconds
         if self._pages is not None or self._paged:
             cache.adopted = self._adopted
@@ -196,6 +201,8 @@ class Runtime:
 
     def idle_turn(self) -> bool:
         """One bounded unit of background work on the generation thread. True when more is waiting."""
+        if self._orders.turn():
+            return True
         for cache in list(self._caches):
             if cache.idle_turn():
                 return True
@@ -207,6 +214,7 @@ class Runtime:
 
     def busy_turn(self) -> None:
         """Background work that must not wait any longer, in a small share of the time of running requests; on the generation thread."""
+        self._orders.turn()
         if self.storage is not None:
             self.storage.queue.busy_turn()
 

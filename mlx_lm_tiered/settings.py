@@ -248,6 +248,13 @@ class Settings:
         "local", one_of("local", "all", "off"), "Who may use /stats and /admin: local (this machine), all, or off (no one).",
         shown="local", metavar="WHO", server=True,
     )  # fmt: skip
+    status_page: bool = _setting(
+        True, parse_switch, "Serve a page at /tiered that shows what the tiers hold and do, to whom --admin-routes allows.", shown="on", server=True
+    )
+    cache_inspection: bool = _setting(
+        False, parse_switch, "Show on the status page the text around the place where a prompt leaves the closest stored sequence, which another client may have sent.",
+        shown="off", server=True,
+    )  # fmt: skip
     metrics: str | None = _setting(
         None, one_of("local", "all", "off"), "Who may read /metrics: local (this machine), all, or off (no one). They tell how much is served, not what.",
         shown="as --admin-routes", metavar="WHO", server=True,

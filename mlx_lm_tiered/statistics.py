@@ -23,7 +23,7 @@ class Statistics:
         self._faults: Counter[str] = Counter()
         self._hits: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = dict.fromkeys(TIERS, 0.0)
         self._started = time.monotonic()
 
     def count(self, name: str, by: int = 1) -> None:

@@ -218,6 +218,19 @@ class Catalog:
         if not len(index):
             del self._indexes[entry.fingerprint, entry.namespace]
 
+    def all(self) -> list[ColdEntry]:
+        """Every entry."""
+        with self._lock:
+            return list(self._paths.values())
+
+    def continuing(self, entry: ColdEntry) -> list[ColdEntry]:
+        """The entry and all that cannot be without it, it first."""
+        with self._lock:
+            found = [entry]
+            for one in found:
+                found.extend(self._children.get(one, ()))
+            return found
+
     def ends(self, files: int) -> list[ColdEntry]:
         """The entries that nothing continues and whose chains have at least so many files; not those of a namespace, which are more than prefixes."""
         with self._lock:

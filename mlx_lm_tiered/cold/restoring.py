@@ -87,6 +87,7 @@ class Ticket:
         self.restoring = restoring
         self.done = False
         self.cancelled = False
+        self.read = 0  # bytes so far
         self.steps = restoring.steps()
 
 
@@ -155,6 +156,12 @@ class Restorer:
                 return
             self._counts["cancelled"] += 1
             self._condition.notify_all()
+
+    def progress(self) -> list[tuple[int, int, int]]:
+        """(tokens, bytes read, bytes in all) of each restore that is being read or waits."""
+        with self._condition:
+            tickets = [*self._held, *self._waiting]
+        return [(ticket.entry.length, ticket.read, sum(one.nbytes for one in ticket.entry.chain)) for ticket in tickets]
 
     def stats(self) -> dict[str, int]:
         """How many are in flight and wait, bytes of those in flight, and counters."""
@@ -236,7 +243,9 @@ class Restorer:
     def _piece(self, ticket: Ticket) -> int | None:
         """The next piece's bytes; None when all is read, or reading failed."""
         try:
-            return next(ticket.steps, None)
+            size = next(ticket.steps, None)
+            ticket.read += size or 0
+            return size
         except Exception as error:  # whatever happens to one restore, the next is read
             ticket.restoring.failed = True
             logger.warning("SSD cache: a restore failed: %s: %s", type(error).__name__, error)

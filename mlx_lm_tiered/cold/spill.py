@@ -186,6 +186,17 @@ class SpillQueue:
             self._drop(job)
             return True
 
+    def forget(self, key: bytes | None = None) -> int:
+        """Have the waiting jobs of these tokens, or all, never be written, because nobody wants them any more. How many went; what is being written stays."""
+        with self._condition:
+            doomed = [job for job in self._pending.waiting if key is None or job.key == key]
+            for job in doomed:
+                self._pending.remove(job)
+                self._ledger.clear(job.place)
+                job.caches = []
+            self._condition.notify_all()
+            return len(doomed)
+
     # Any thread
 
     def flush(self, timeout: float) -> FlushResult:
@@ -224,6 +235,7 @@ class SpillQueue:
         with self._condition:
             return {
                 **self._pending.stats(),
+                "max_pending_bytes": self.max_bytes,
                 "undurable": len(self._ledger),
                 **{name: self._counts[name] for name in ("offered", "written", "dropped", "failed")},
                 "superseded_before_writing": self._counts["superseded"],

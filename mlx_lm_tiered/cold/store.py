@@ -238,6 +238,16 @@ class ColdStore:
         """Everything stored, of all models, read from the files."""
         return listing(self._directory)
 
+    def delete(self, entry: ColdEntry) -> int:
+        """Delete an entry's file, and those that continue it; returns how many went. Raises OSError."""
+        with self._directory.locked():
+            doomed = [one for one in self._catalog.continuing(entry) if inode(one.path) == one.inode]
+            for one in reversed(doomed):
+                one.path.unlink(missing_ok=True)
+            self._catalog.forget(entry.path, entry)
+            self.storing.measure()
+        return len(doomed)
+
     def clear(self, fingerprint: str | None = None) -> int:
         """Delete all entries (of one model), and all damaged files; returns how many files went. Raises OSError."""
         count = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..index.keys import WIDTH, key_tokens
@@ -29,8 +30,9 @@ class Nearest(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """Tokens around the place where a prompt leaves a stored sequence: those before it, and how either goes on."""
+    """Tokens around the place where a prompt leaves a stored sequence: those before it, and how either goes on; `model` is the directory of the model whose they are."""
 
+    model: Path | None
     before: list[int]
     prompt: list[int]
     stored: list[int]
@@ -77,10 +79,10 @@ def why_not_more(nearest: Nearest | None, prompt: int, min_tokens: int) -> str:
     return f"{nearest.where} can only be reused whole"
 
 
-def parting(nearest: Nearest, tokens: Sequence[int]) -> Parting | None:
+def parting(model: Path | None, nearest: Nearest, tokens: Sequence[int]) -> Parting | None:
     """The tokens around the place where the two part; None where one is the beginning of the other."""
     at = nearest.common
     if at >= min(nearest.length, len(tokens)):
         return None
     stored = nearest.key()[at * WIDTH : (at + AROUND) * WIDTH]
-    return Parting(list(tokens[max(0, at - AROUND) : at]), list(tokens[at : at + AROUND]), key_tokens(stored))
+    return Parting(model, list(tokens[max(0, at - AROUND) : at]), list(tokens[at : at + AROUND]), key_tokens(stored))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -49,6 +50,8 @@ class Entry:
     companion: Companion | None = None
     settled: bool = False  # whether its arrays are computed
     last_used: float = field(default_factory=time.monotonic)
+    created: float = field(default_factory=time.monotonic)
+    number: int = field(default_factory=itertools.count(1).__next__)  # names it to people; never the same twice
     nbytes: int = field(init=False)
     shared: dict[Hashable, int] = field(init=False, repr=False)  # of these, what other entries may hold as well
 

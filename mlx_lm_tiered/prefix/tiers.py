@@ -187,6 +187,14 @@ class TieredPrefixCache:
             self.ram.remove(entry)
         entry.caches = []  # whoever walks over the entries still holds this one
 
+    def forget(self, entry: Entry) -> None:
+        """Let go of an entry that nobody wants any more."""
+        if entry in self.unsaved:
+            self.unsaved.remove(entry)
+        if entry in self.ram:
+            self.ram.remove(entry)
+        entry.caches = []
+
     # Inside
 
     def _told(self, source: ModelSource, tokens: Sequence[int], key: bytes, tier: str, reused: int, decision: Decision | None) -> None:
@@ -199,7 +207,7 @@ class TieredPrefixCache:
         restored = self._ssd.restore_seconds if self._ssd is not None and tier == "ssd" else None
         lookup = Lookup(
             len(tokens), reused, tier, decision, found or "", nearest and nearest[:3], restored, saved,
-            parting(nearest, tokens) if nearest is not None and self.inspected else None,
+            parting(source.path, nearest, tokens) if nearest is not None and self.inspected else None,
         )  # fmt: skip
         self._statistics.looked_up(tier, len(tokens), reused, saved or 0.0)
         self.on_lookup(lookup)

@@ -53,7 +53,7 @@ def _each(part: str, **fields: str) -> Callable[[Report], Any]:
 
 
 def _tiers(field: str) -> Callable[[Report], Any]:
-    queue = {"entries": "pending", "bytes": "pending_bytes"}.get(field)
+    queue = {"entries": "pending", "bytes": "pending_bytes", "max_bytes": "max_pending_bytes"}.get(field)
 
     def find(report: Report) -> Any:
         ssd = report["ssd"]

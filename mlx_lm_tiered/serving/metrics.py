@@ -77,6 +77,5 @@ def _family(kind: Any, metric: Metric, values: dict[str, float]) -> Any:
 
 
 def _bound(bound: float) -> str:
-    from prometheus_client.utils import floatToGoString
-
-    return floatToGoString(bound)
+    """As prometheus-client writes them."""
+    return "+Inf" if bound == float("inf") else repr(float(bound))

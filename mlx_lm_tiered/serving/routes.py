@@ -1,4 +1,4 @@
-"""HTTP routes: ``GET /stats`` and ``/metrics``, ``POST /admin/cache/flush``, ``/admin/cache/probe`` and ``/admin/drain``."""
+"""HTTP routes: ``GET /stats`` and ``/metrics``, ``POST /admin/cache/flush``, ``/admin/cache/probe`` and ``/admin/drain``, the status page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,25 @@ def routes(runtime: Runtime) -> list[Route]:
     """The routes of this run, for those `--admin-routes` allows."""
     access = runtime.settings.admin_routes
     metrics = runtime.settings.metrics or access
-    return [*_administration(runtime, access), *([Route("GET", "/metrics", Exporter(runtime).handle, metrics)] if metrics != "off" else [])]
+    return [*_administration(runtime, access), *_page(runtime, access), *([Route("GET", "/metrics", Exporter(runtime).handle, metrics)] if metrics != "off" else [])]
+
+
+def _page(runtime: Runtime, access: str) -> list[Route]:
+    if access == "off" or not runtime.settings.status_page:
+        return []
+    from .page.actions import Actions
+    from .page.page import Page
+    from .page.render import STATIC
+
+    page = Page(runtime)
+    actions = Actions(runtime, page)
+    return [
+        Route("GET", "/tiered", page.handle, access),
+        Route("GET", "/tiered/state", page.state, access),
+        Route("GET", "/tiered/events", page.events, access),
+        *(Route("GET", f"/tiered/{name}", page.static, access) for name in STATIC),
+        *(Route("POST", f"/tiered/{name}", actions.handler(name), access) for name in actions.table),
+    ]
 
 
 def _administration(runtime: Runtime, access: str) -> list[Route]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..prompts import Prompt, Template, tokenizer_of, tokens_of
+from ..prompts import Prompt, Template, decode, tokenizer_of, tokens_of
 
 
 class Tokens:
@@ -22,15 +23,23 @@ class Tokens:
     def of(self, path: Path, prompt: Prompt) -> list[int]:
         """The tokens that the model in `path` gets. The first call for a model takes seconds. Raises BadPrompt."""
         with self._lock:
-            if self._path != path:
-                self._tokenizer = tokenizer_of(path, self._template)
-                self._path = path
-            return tokens_of(self._tokenizer, prompt, self._template)
+            return tokens_of(self._for(path), prompt, self._template)
+
+    def text(self, path: Path, tokens: Sequence[int]) -> str:
+        """What tokens of the model in `path` stand for."""
+        with self._lock:
+            return decode(self._for(path), tokens)
 
     def forget(self) -> None:
         """Let go of the tokenizer."""
         with self._lock:
             self._path = self._tokenizer = None
+
+    def _for(self, path: Path) -> Any:
+        if self._path != path:
+            self._tokenizer = tokenizer_of(path, self._template)
+            self._path = path
+        return self._tokenizer
 
 
 def template_of(args: argparse.Namespace | None) -> Template:

@@ -44,7 +44,7 @@ def test_every_flag_has_an_environment_name(name):
     samples = {
         "ssd_cache": "/nowhere/kv", "ssd_cache_max": "1GB", "ssd_cache_verify": "never", "ssd_restore": "always", "ssd_queue": "7MB", "ssd_demote_idle": "9",
         "generation_checkpoint": "256", "writebehind": "0",
-        "memory_budget": "4GB", "warm": "prompts.jsonl", "shutdown_timeout": "3", "admin_routes": "all", "metrics": "local", "prompt_cache_bytes": "1GB", "prompt_cache_size": "3", "prompt_cache_min_tokens": "9",
+        "memory_budget": "4GB", "warm": "prompts.jsonl", "shutdown_timeout": "3", "admin_routes": "all", "metrics": "local", "status_page": "0", "cache_inspection": "1", "prompt_cache_bytes": "1GB", "prompt_cache_size": "3", "prompt_cache_min_tokens": "9",
         "kv_scheme": "affine:4", "kernels": "off", "paged_kv": "1", "paged_kv_block_size": "16", "paged_kv_pool": "2GB", "speculation": "ngram", "draft_model": "small", "assistant_position": "advance", "assistant_window": "64", "num_draft_tokens": "5", "spec_strict": "1", "spec_sampling": "rejection", "spec_trace": "trace.jsonl",
     }  # fmt: skip
     environ = {env_name("ssd_cache"): "/nowhere/kv", env_name(name): samples[name]}

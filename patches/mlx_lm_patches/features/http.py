@@ -119,17 +119,17 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
         def plugin_reply(self, reply: Reply, **headers: str) -> None:
             self.send_response(reply.status)
             self.send_header("Content-Type", reply.content_type)
-            whole = isinstance(reply.body, bytes)
-            if whole:
-                self.send_header("Content-Length", str(len(reply.body)))
+            body = reply.body
+            if isinstance(body, bytes):
+                self.send_header("Content-Length", str(len(body)))
             for name, value in [*reply.headers.items(), *headers.items()]:
                 self.send_header(name.replace("_", "-"), value)
             self.end_headers()
-            if whole:
-                self.wfile.write(reply.body)
+            if isinstance(body, bytes):
+                self.wfile.write(body)
                 self.wfile.flush()
             else:
-                self.plugin_stream(reply.body)
+                self.plugin_stream(body)
 
         def plugin_stream(self, parts: Generator[bytes, None, None]) -> None:
             """Send what comes, as it comes: without a length the end of the connection ends the body."""

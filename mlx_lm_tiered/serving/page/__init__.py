@@ -1,0 +1,1 @@
+"""The status page at ``/tiered``: what the tiers hold and do, for people."""

@@ -1,0 +1,95 @@
+"""The page's HTML, from templates beside this module. Everything that is put into them is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ...settings import format_size
+from .state import tier_label
+
+# Each has a template of its name and is sent anew when it has changed.
+SECTIONS = {
+    "tiers": "Tiers",
+    "now": "Now",
+    "requests": "Last requests",
+    "ram": "Entries in RAM",
+    "disk": "Entries on disk",
+    "queue": "Spill queue and restores",
+    "memory": "Memory",
+    "speculation": "Speculation",
+}
+STATIC = {"style.css": "text/css; charset=utf-8", "script.js": "text/javascript; charset=utf-8"}
+
+
+def _environment() -> Environment:
+    found = Environment(loader=PackageLoader(__package__, "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found.filters.update(size=_size, number=_number, percent=_percent, seconds=seconds, ago=_ago, rate=_rate, tier=tier_label)
+    found.globals.update(SECTIONS=SECTIONS)
+    return found
+
+
+class Renderer:
+    """Makes HTML. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._environment = _environment()
+
+    def prepare(self) -> None:
+        """Read the templates, which takes a tenth of a second, once."""
+        for name in SECTIONS:
+            self._environment.get_template(f"section-{name}.html")
+
+    def sections(self, names: Iterable[str], state: dict[str, Any]) -> dict[str, str]:
+        """The inside of sections."""
+        return {name: self._environment.get_template(f"section-{name}.html").render(state) for name in names}
+
+    def page(self, state: dict[str, Any], sections: dict[str, str]) -> str:
+        """The whole page."""
+        return self._environment.get_template("page.html").render(state, sections=sections)
+
+    def message(self, text: str, question: dict[str, Any] | None = None) -> str:
+        """A page of one sentence, and with a `question` (``action``, ``fields``, ``button``) a form that asks whether it is meant."""
+        return self._environment.get_template("message.html").render(text=text, question=question)
+
+
+def static(name: str) -> bytes:
+    """A file that the page needs, one of `STATIC`."""
+    return (files(__package__) / "static" / name).read_bytes()
+
+
+def _size(value: float | None) -> str:
+    return "—" if value is None else format_size(int(value))
+
+
+def _number(value: float | None) -> str:
+    return "—" if value is None else f"{value:,.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "—" if value is None else f"{100 * value:.1f} %"
+
+
+def _rate(value: float | None) -> str:
+    return "—" if value is None else f"{value:,.1f}"
+
+
+def _ago(value: float | None) -> str:
+    return seconds(value) if value is None or value >= 9.95 else f"{value:.0f} s"
+
+
+def seconds(value: float | None) -> str:
+    """A time as people say it."""
+    if value is None:
+        return "—"
+    if value < 0.9995:
+        return f"{1000 * value:.0f} ms"
+    if value < 99.5:
+        return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
+    for unit, length in (("d", 86400), ("h", 3600)):
+        if value >= 1.5 * length:
+            return f"{value / length:.0f} {unit}"
+    return f"{value / 60:.0f} min"
