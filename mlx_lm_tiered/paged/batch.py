@@ -98,7 +98,7 @@ class BatchPagedKVCache(_BaseCache):
         if self._apart:
             rows = Rows(self.tables, self.layer, before, counts)
             return rows, rows
-        asked = [list(table.blocks) for table in self.tables], before, counts, tokens
+        asked = [table.version for table in self.tables], before, counts, tokens
         if self.storage.padding is None or self.storage.padding[0] != asked:
             width = max(before) + tokens
             slots = [_slots(table, at + count, max(before) - at, width) for table, at, count in zip(self.tables, before, counts, strict=True)]
@@ -107,7 +107,7 @@ class BatchPagedKVCache(_BaseCache):
 
     def _in_pieces(self, tokens: int) -> bool:
         """Whether a kernel may read one row's blocks, which would have to be gathered."""
-        return self.storage.attend is not None and tokens <= FEW and len(self.tables[0].slots(0, self.tables[0].length(self.layer))) > 1
+        return self.storage.attend is not None and tokens <= FEW and not self.tables[0].in_one_run(self.layer)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **options: Any) -> Any:
         """As for one sequence where every row is masked alike; else an array over tokens that are padded on the left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import mlx.core as mx
 from ..kernels.blocks import MOST_LENGTH, on_device
 from ..kernels.choice import Kernels
 from .attention import Rows
+from .table import Table
 
 # Entries by which a table's rows grow, so that few shapes come up.
 WIDTH = 16
@@ -20,7 +22,7 @@ class OverBlocks:
     def __init__(self, kernels: Kernels):
         self._kernels = kernels
         # Layers ask for the same table one after the other.
-        self._listed: tuple[list[list[int]], mx.array] | None = None
+        self._listed: tuple[list[int], mx.array] | None = None
         self._counted: tuple[list[int], mx.array] | None = None
 
     def __call__(self, rows: Rows, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array | None:
@@ -32,13 +34,14 @@ class OverBlocks:
             return None
         keys, values = arenas.planes[rows.layer]
         lengths = [before + tokens for before in rows.before]
-        table = self._table([table.blocks for table in rows.tables])
+        table = self._table(rows.tables)
         return self._kernels.attend_blocks(queries, keys, values, table, self._lengths(lengths), scale, arenas.block, max(lengths))
 
-    def _table(self, blocks: list[list[int]]) -> mx.array:
-        if self._listed is None or self._listed[0] != blocks:
-            width = -(-max(map(len, blocks)) // WIDTH) * WIDTH
-            self._listed = [list(row) for row in blocks], on_device([row + [0] * (width - len(row)) for row in blocks])
+    def _table(self, tables: Sequence[Table]) -> mx.array:
+        versions = [table.version for table in tables]
+        if self._listed is None or self._listed[0] != versions:
+            width = -(-max(len(table.blocks) for table in tables) // WIDTH) * WIDTH
+            self._listed = versions, on_device([table.blocks + [0] * (width - len(table.blocks)) for table in tables])
         return self._listed[1]
 
     def _lengths(self, lengths: list[int]) -> mx.array:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .arenas import Arenas, Run
 from .pool import Pool, PoolExhausted
@@ -84,17 +87,21 @@ class Reservation:
             self._pool.let_go((), self.left)
 
 
+_versions = itertools.count()
+
+
 class Table:
     """The blocks of one sequence, in order, and how many tokens each layer has in them. Generation thread only, but for its end.
 
     Layers write one after the other: the first that gets to a block takes it, the
     others find it there. A block that another table holds too is copied, in every
-    layer, before the first write into it.
+    layer, before the first write into it. `version` is another one whenever `blocks`
+    are others, and no two tables have the same.
     """
 
     def __init__(self, storage: Storage):
         self.storage = storage
-        self.blocks: list[int] = []
+        self._set([])
         self.lengths: list[int | None] = [None] * len(storage.arenas.layers)  # None: no cache is the layer's
         self.reservation: Reservation | None = None
         self._fork: weakref.ref[Table] | None = None
@@ -105,23 +112,36 @@ class Table:
             self.storage.pool.let_go(self.blocks)
             self.blocks = []
 
+    def _set(self, blocks: list[int]) -> None:
+        self.blocks = blocks
+        self.version = next(_versions)
+        self._breaks: list[int] | None = None
+
+    @property
+    def breaks(self) -> list[int]:
+        """Places in `blocks` at which another run begins. Found once: every layer asks in every step."""
+        if self._breaks is None:
+            self._breaks = (np.flatnonzero(np.diff(self.blocks) != 1) + 1).tolist()
+        return self._breaks
+
+    def in_one_run(self, layer: int) -> bool:
+        """Whether a layer's tokens lie one behind the other."""
+        return not self.breaks or self.breaks[0] >= self.storage.blocks_for(self.length(layer))
+
     def length(self, layer: int) -> int:
         """Tokens that a layer has."""
         return self.lengths[layer] or 0
 
     def slots(self, start: int, stop: int) -> list[Run]:
         """Where the tokens from `start` to `stop` are, in as few runs as possible."""
-        block, blocks = self.storage.block, self.blocks
+        block, breaks = self.storage.block, self.breaks
         runs: list[Run] = []
-        at = start
+        at, place = start, bisect_right(breaks, start // block)
         while at < stop:
-            first = last = at // block
-            while (last + 1) * block < stop and blocks[last + 1] == blocks[last] + 1:
-                last += 1
-            end = min(stop, (last + 1) * block)
-            begins = blocks[first] * block + at % block
+            end = min(stop, breaks[place] * block) if place < len(breaks) else stop
+            begins = self.slot(at)
             runs.append((begins, begins + end - at))
-            at = end
+            at, place = end, place + 1
         return runs
 
     def slot(self, position: int) -> int:
@@ -139,7 +159,7 @@ class Table:
         self._own(start // self.storage.block, self.storage.blocks_for(stop))
         missing = self.storage.blocks_for(stop) - len(self.blocks)
         if missing > 0:
-            self.blocks += self._take(missing, self.blocks[-1] if self.blocks else None)
+            self._set(self.blocks + self._take(missing, self.blocks[-1] if self.blocks else None))
         self.lengths[layer] = stop
         self._fork = None
         return start
@@ -152,7 +172,8 @@ class Table:
         self._fork = None
         keep = self.storage.blocks_for(max(length or 0 for length in self.lengths))
         if keep < len(self.blocks):
-            gone, self.blocks = self.blocks[keep:], self.blocks[:keep]
+            gone = self.blocks[keep:]
+            self._set(self.blocks[:keep])
             if self.reservation is not None:
                 self.reservation.give_back(gone)
             else:
@@ -163,7 +184,7 @@ class Table:
         """Begin with the blocks of another table's first `length` tokens, of which no layer has any yet."""
         blocks = other.blocks[: self.storage.blocks_for(length)]
         self.storage.pool.share(blocks)
-        self.blocks = blocks
+        self._set(blocks)
 
     def fork(self, layer: int, length: int, key: object = None) -> Table:
         """A table that shares the blocks of a layer's first `length` tokens. Asked for each layer in turn, the layers get the same one.
@@ -201,7 +222,7 @@ class Table:
                 pool.let_go([own])
                 continue
             self.storage.arenas.copy(block, own)
-            self.blocks[index] = own
+            self._set([*self.blocks[:index], own, *self.blocks[index + 1 :]])
             pool.let_go([block])
 
     def _for_copy(self, block: int, after: int | None) -> int:

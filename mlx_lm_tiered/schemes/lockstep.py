@@ -134,7 +134,7 @@ class Lockstep(_BaseCache):
 
     def keys_and_values(self) -> tuple[Any, Any]:
         if self.record is not None:
-            return self.fetched(self.record.split(self.parts[0].keys_and_values()[0]))
+            return self._held()
         return self.fetched([part.keys_and_values() for part in self.parts])
 
     def keep_records(self, keys: mx.array | None = None, values: mx.array | None = None) -> None:
@@ -178,7 +178,7 @@ class Lockstep(_BaseCache):
 
     def _append(self, new: mx.array) -> tuple[HeldRecords, HeldRecords]:
         """Append records (rows, heads, tokens, words)."""
-        part, record = self.parts[0], self.record
+        part = self.parts[0]
         start = self._filled()
         end = start + new.shape[2]
         if part.keys is None or end > part.keys.shape[2]:
@@ -186,8 +186,13 @@ class Lockstep(_BaseCache):
         else:
             part.keys[:, :, start:end] = new
             self._advance(new.shape[2])
-        assert record is not None
-        return HeldRecords(part.keys, end, record, 0, self.keys_of), HeldRecords(part.keys, end, record, 1, self.values_of)
+        return self._held()
+
+    def _held(self) -> tuple[HeldRecords, HeldRecords]:
+        """Keys and values of the records. Not views: a kernel for planes would take them for planes."""
+        assert self.record is not None
+        records, slots = self.parts[0].keys, self._filled()
+        return HeldRecords(records, slots, self.record, 0, self.keys_of), HeldRecords(records, slots, self.record, 1, self.values_of)
 
     def _filled(self) -> int:
         """Slots with tokens, of caches that keep records."""

@@ -114,6 +114,7 @@ class Sharing(RuleBasedStateMachine):
         self.storage = storage(blocks, block)
         self.tables: list[tuple[Table, list[int]]] = []
         self.fresh = 0
+        self.seen: dict[int, list[int]] = {}  # versions of tables, and their blocks
         self.new()
         self.write(0, block + 1)
 
@@ -196,6 +197,14 @@ class Sharing(RuleBasedStateMachine):
                 keys, values = self.storage.arenas.read(layer, table.slots(0, len(tokens)))
                 assert keys[0, 0, :, 0].tolist() == tokens
                 assert values[0, 0, :, 2].tolist() == [t + layer for t in tokens]
+
+    @invariant()
+    def what_is_remembered_of_blocks_is_of_these(self):
+        for table, tokens in getattr(self, "tables", ()):
+            blocks = table.blocks
+            assert table.breaks == [place for place in range(1, len(blocks)) if blocks[place] != blocks[place - 1] + 1]
+            assert table.in_one_run(0) == (len(table.slots(0, len(tokens))) <= 1)
+            assert self.seen.setdefault(table.version, list(blocks)) == blocks
 
     def teardown(self):
         if hasattr(self, "tables"):
