@@ -1,4 +1,4 @@
-"""Whether paged KV changes any number: logits over blocks beside those over plain caches, bit for bit.
+"""Whether paged KV changes any number: logits over blocks beside those over the same caches without paging, plain or of a KV scheme, bit for bit.
 
 Both get the same chunks: a prompt that ends before, at or behind a block's border, tokens one
 by one, a trim (within a block, and over borders), a chunk behind it, and a fork of which
@@ -8,48 +8,43 @@ keys are compared as well. Every logit of every forward counts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import base
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_lm_tiered import caches as kinds
-from mlx_lm_tiered.paged import plan
-from mlx_lm_tiered.paged import scheme as _registers_kinds  # noqa: F401
-from mlx_lm_tiered.paged.attention import build
 from mlx_lm_tiered.progress import Progress
+from mlx_lm_tiered.schemes.spec import parse
 
 from .in_process import loaded
+from .paging import Paging, paging
 from .text import first_tokens
+
+logger = logging.getLogger("mlx_lm_tiered")
 
 BLOCKS = (1, 16, 256)
 
 
-def run(model_path: Path, blocks: Sequence[int] = BLOCKS) -> dict[str, Any]:
-    """Compare them, of one model. Raises ValueError for one that paging cannot serve."""
-    upstream = base.quantized_scaled_dot_product_attention
-    base.quantized_scaled_dot_product_attention = build(upstream)
-    try:
-        model, tokenizer = loaded(model_path, [])
-        found = plan.make(model, make_prompt_cache(model))
-        if found is None:
-            raise ValueError("none of the model's caches is of full attention")
+def run(model_path: Path, blocks: Sequence[int] = BLOCKS, scheme: str = "bf16") -> dict[str, Any]:
+    """Compare them, of one model. Raises ValueError for one that paging cannot serve, or that cannot have the KV scheme."""
+    spec = parse(scheme)
+    model, tokenizer = loaded(model_path, [spec])
+    with paging(model, spec, logger.warning) as under:
         tokens = first_tokens(tokenizer, 2 * max(blocks) + 300)
         rows = []
         with Progress("prompts") as progress:
             cases = [(block, length) for block in blocks for length in _lengths(block)]
             for number, (block, length) in enumerate(cases):
-                rows.append(_compared(model, found, tokens, block, length))
+                rows.append(_compared(under, tokens, block, length))
                 progress(number + 1, len(cases))
         return {
-            "bench": "paged exact", "device": str(mx.default_device()), "logits": sum(row["logits"] for row in rows),
+            "bench": "paged exact", "scheme": str(spec), "device": str(mx.default_device()), "logits": sum(row["logits"] for row in rows),
             "differing": sum(row["differing"] for row in rows), "furthest": max(row["furthest"] for row in rows), "rows": rows,
         }  # fmt: skip
-    finally:
-        base.quantized_scaled_dot_product_attention = upstream
 
 
 def found(result: dict[str, Any]) -> list[str]:
@@ -85,11 +80,11 @@ class _Pair:
         return _Pair(self.model, kinds.lend(self.plain), kinds.lend(self.paged), self.seen)
 
 
-def _compared(model: Any, made: plan.Plan, tokens: list[int], block: int, length: int) -> dict[str, Any]:
+def _compared(under: Paging, tokens: list[int], block: int, length: int) -> dict[str, Any]:
     """One prompt's row: what was compared and what differed."""
     seen: dict[str, Any] = {"block": block, "prompt": length, "logits": 0, "differing": 0, "furthest": 0.0}
-    storage = made.storage(2 * (length // block + 1) + 64 // block + 40, block)
-    pair = _Pair(model, make_prompt_cache(model), made.apply(make_prompt_cache(model), storage), seen)
+    storage = under.plan.storage(2 * (length // block + 1) + 64 // block + 40, block)
+    pair = _Pair(under.model, under.caches(), under.plan.apply(under.caches(), storage), seen)
     pair.forward(tokens[:length])
     for at in range(3):
         pair.forward(tokens[length + at : length + at + 1])

@@ -64,10 +64,11 @@ def forms() -> list[Format]:
 
 
 def self_test() -> list[dict[str, Any]]:
-    """Every one of `forms`, some over planes, and every shape of a block; and every encoding. The error's text where one does not compile or run."""
+    """Every one of `forms`, some over planes, some over records in blocks, and every shape of a block; and every encoding. The error's text where one does not compile or run."""
     cases: list[tuple[Format, Tuning | None]] = [(form, None) for form in forms()]
     layouts = (Layout.affine(8, 64), Layout.affine(4, 64), Layout.turboquant(8, 3))
     cases += [(form_of(layout, masked=masked)._replace(records=False), None) for layout in layouts for masked in (False, True)]
+    cases += [(form_of(layout)._replace(block=block), None) for layout in layouts for block in (256, 16, 5)]
     cases += [(form_of(layout), Tuning(warps, 7, resident)) for layout in layouts for warps, resident in SHAPES]
     rows = _encodings()
     for form, tuning in cases:
@@ -76,7 +77,7 @@ def self_test() -> list[dict[str, Any]]:
             found, text = error(form, tuning), ""
         except (RuntimeError, ValueError) as raised:
             found, text = float("nan"), str(raised)
-        name = f"{form.layout} d {form.dim} x {form.each} {form.queries}{' masked' if form.masked else ''}{'' if form.records else ' planes'}{f' {tuning}' if tuning else ''}"
+        name = f"{form.layout} d {form.dim} x {form.each} {form.queries}{' masked' if form.masked else ''}{'' if form.records else ' planes'}{f' blocks of {form.block}' if form.block else ''}{f' {tuning}' if tuning else ''}"
         rows.append({"format": name, "ok": found <= tolerance(form), "error": found, "seconds": time.perf_counter() - started, "raised": text})
     return rows
 

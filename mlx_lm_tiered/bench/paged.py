@@ -21,29 +21,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import base
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_tiered import caches as kinds
-from mlx_lm_tiered.kernels.choice import Kernels
-from mlx_lm_tiered.paged import plan
-from mlx_lm_tiered.paged import scheme as _registers_kinds  # noqa: F401
-from mlx_lm_tiered.paged.attention import build
 from mlx_lm_tiered.paged.kernel import OverBlocks
 from mlx_lm_tiered.paged.table import Storage
-from mlx_lm_tiered.schemes.attention import caches_use
-from mlx_lm_tiered.schemes.scheme import Scheme
-from mlx_lm_tiered.schemes.spec import Spec, parse
-from mlx_lm_tiered.statistics import Statistics
+from mlx_lm_tiered.schemes.spec import parse
 
 from .in_process import loaded
+from .paging import Paging, paging
 from .report import spread
 
 logger = logging.getLogger("mlx_lm_tiered")
@@ -61,9 +52,10 @@ def run(
     if model is None:
         assert model_path is not None
         model, _ = loaded(model_path, [spec])
-    with _paging(model, spec, block, logger.warning) as bench:
+    with paging(model, spec, logger.warning) as under:
+        bench = _Bench(under, block)
         return {
-            "bench": "paged", "scheme": str(spec), "context": context, "block": block, "device": str(mx.default_device()), "token_bytes_ratio": bench.token_bytes_ratio,
+            "bench": "paged", "scheme": str(spec), "context": context, "block": block, "device": str(mx.default_device()), "token_bytes_ratio": under.token_bytes_ratio,
             **bench.alone(context, repeats), **bench.mixed(longest, decode), **bench.shared(shared, own, decode),
         }  # fmt: skip
 
@@ -74,52 +66,24 @@ def steps(contexts: Sequence[int] = (16384, 65536), layers: int = 32, hidden: in
 
     faults: list[str] = []
     spec, model = parse(scheme), random_llama(layers, hidden)
-    with _paging(model, spec, block, faults.append) as bench:
-        rows = []
+    with paging(model, spec, faults.append) as under:
+        bench, rows = _Bench(under, block), []
         for context in contexts:
             whole = bench.alone(context, repeats, filled=True)
             pieces = bench.alone(context, repeats, filled=True, apart=True)
             rows.append({"tokens": context, **whole, "pieces_ratio": pieces["decode_ratio_b1"], "pieces_step_ms": pieces["paged_step_ms"]})
             mx.clear_cache()
-        kernels = bench.kernels
+        kernels = under.kernels
         return {
-            "bench": "paged", "scheme": str(spec), "block": block, "layers": layers, "hidden": hidden, "token_bytes_ratio": bench.token_bytes_ratio,
+            "bench": "paged", "scheme": str(spec), "block": block, "layers": layers, "hidden": hidden, "token_bytes_ratio": under.token_bytes_ratio,
             "kernels": kernels.state, "failed": kernels.failed, "faults": faults, "rows": rows,
         }  # fmt: skip
 
 
-@contextmanager
-def _paging(model: Any, spec: Spec, block: int, fault: Callable[[str], None]) -> Iterator[_Bench]:
-    """A model's attention as it is with paging under a scheme. Raises ValueError."""
-    if spec.start:
-        raise ValueError(f"{spec} begins at token {spec.start}, and blocks have one form")
-    upstream = base.quantized_scaled_dot_product_attention
-    scheme = None if spec.plain else Scheme(spec, Statistics())
-    kernels = Kernels("auto", fault) if scheme is None else scheme.kernels
-    base.quantized_scaled_dot_product_attention = build(upstream if scheme is None else scheme.attention(upstream))
-    try:
-        yield _Bench(model, scheme, block, kernels)
-    finally:
-        base.quantized_scaled_dot_product_attention = upstream
-        caches_use(Kernels("off"))
-
-
 class _Bench:
-    def __init__(self, model: Any, scheme: Scheme | None, block: int, kernels: Kernels):
-        self._model, self._scheme, self._block, self.kernels = model, scheme, block, kernels
-        caches = self._caches()
-        schemes = None if scheme is None else scheme.plan_of(model)
-        if scheme is not None and schemes is None:
-            raise ValueError(f"the model cannot have {scheme.spec}")
-        found = plan.make(model, caches, None if schemes is None else schemes.layers)
-        if found is None:
-            raise ValueError("none of the model's caches is of full attention")
-        self._plan = found
-        self._attend = OverBlocks(kernels) if kernels.state == "on" else None
-
-    @property
-    def token_bytes_ratio(self) -> float:
-        return self._plan.token_bytes / sum(sides.computed_bytes for sides in self._plan.paged)
+    def __init__(self, under: Paging, block: int):
+        self._model, self._plan, self._block, self._caches = under.model, under.plan, block, under.caches
+        self._attend = OverBlocks(under.kernels) if under.kernels.state == "on" else None
 
     def alone(self, context: int, repeats: int, filled: bool = False, apart: bool = False) -> dict[str, float]:
         """Steps of one row, in pairs that take turns; after a prefill, or over caches `filled` with random numbers. `apart`: no two blocks lie side by side."""
@@ -183,11 +147,6 @@ class _Bench:
         peak = storage.pool.peak * storage.arenas.block_bytes
         need = (shared + SHARING * (own + decode)) * self._plan.token_bytes
         return {"shared_prefix_kv_ratio": peak / need, "shared_prefix_ttft_ratio": max(waits) / cold, "shared_prefix_cold_ms": cold * 1e3, "shared_prefix_found_ms": max(waits) * 1e3}
-
-    def _caches(self) -> list[Any]:
-        """Fresh ones without paging."""
-        caches = make_prompt_cache(self._model)
-        return caches if self._scheme is None else self._scheme.caches(self._model, None, caches)
 
     def _storage(self, tokens: int) -> Storage:
         storage = self._plan.storage(-(-tokens // self._block) + 1, self._block)

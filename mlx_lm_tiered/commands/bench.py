@@ -75,7 +75,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     paged.add_argument("--kv-scheme", default="bf16", metavar="SCHEME", help="both under a KV scheme, from the first token on")
     count(paged, "--layers", 32, "layers of that model")
     count(paged, "--hidden", 4096, "its hidden size")
-    paged.add_argument("--exact", action="store_true", help="compare logits with those over plain caches instead, in blocks of 1, 16 and 256 tokens")
+    paged.add_argument("--exact", action="store_true", help="compare logits with those without paging instead, in blocks of 1, 16 and 256 tokens")
     paged.set_defaults(run=run_bench_paged)
     peak = benches.add_parser("peak", help="peak memory of a long prefill under KV schemes, against that in full precision")
     count(peak, "--tokens", 32768, "tokens of the prompt")
@@ -248,7 +248,7 @@ def run_bench_paged(args: argparse.Namespace) -> int:
     if args.exact:
         from ..bench import exact
 
-        return run_rows(args, lambda: exact.run(path), exact.found)
+        return run_rows(args, lambda: exact.run(path, scheme=args.kv_scheme), exact.found)
     return run_rows(args, lambda: paged.run(path, args.context, args.longest, args.shared, args.own, args.decode_tokens, args.block, args.repeats, scheme=args.kv_scheme))
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..turboquant import codec
-from .decode import Format, decode, decode_records, dialect
+from .blocks import on_device
+from .decode import Format, decode, decode_listed, decode_records, dialect
 from .layout import Layout
 from .tuning import Tuning, choose
 
 SLOTS, CAPACITY, SPLITS = 301, 512, 2
+# Of blocks: tokens of each row, all or fewer than are read at a time.
+LENGTHS = (SLOTS, 7)
 # Of the timing: about what a conversation has, and so many calls at once, as of a model's layers.
 TIMED_TOKENS, TIMED_KV_HEADS, CALLS, REPEATS = 4096, 8, 8, 5
 # Of the largest output, by the dtype of queries and so of outputs.
@@ -65,6 +69,8 @@ def error(form: Format, tuning: Tuning | None = None) -> float:
     k, v = (mx.random.normal((rows, kv_heads, CAPACITY, form.dim), key=key).astype(_computed(form)) + 0.3 for key in keys[1:])
     k_side, v_side = sides(k, v, form.layout, SLOTS)
     mask = mx.arange(SLOTS) >= mx.array([3, 40]).reshape(2, 1, 1, 1) if form.masked else None
+    if form.block:
+        mask = mx.arange(SLOTS) < mx.array(LENGTHS).reshape(2, 1, 1, 1)
     # As it will be compiled; in so few splits that warps go round more than once.
     tuning = tuning or choose(SLOTS, rows * kv_heads, form.dim, form.each, dialect())._replace(splits=SPLITS)
     got = attention(form, q, k_side, v_side, mask, tuning)().astype(mx.float32)
@@ -78,10 +84,32 @@ def attention(form: Format, queries: mx.array, keys: Any, values: Any, mask: mx.
     if not form.records:
         return lambda: decode(queries, keys, values, form.scale, mask, form.layout, tuning)
     made = form.record.join(list(zip(keys, values, strict=True)))
+    if form.block:
+        lengths = LENGTHS if mask is not None else (slots,)
+        held, table = scattered(made, lengths, form.block)
+        counted = on_device(lengths)
+        mx.eval(held, table, counted)
+        return lambda: decode_listed(queries, held, form.record, table, counted, form.scale, form.block, max(lengths), tuning)
     # As a cache holds them: there is room behind.
     held = mx.concatenate([made, mx.zeros_like(made[:, :, :8])], axis=2)
     mx.eval(held)
     return lambda: decode_records(queries, held, form.record, slots, form.scale, mask, tuning)
+
+
+def scattered(records: mx.array, lengths: Sequence[int], block: int, seed: int = 0) -> tuple[mx.array, mx.array]:
+    """Records (rows, heads, tokens, words) as blocks in any order among others, of which every number is NaN, and the table of each row's first tokens."""
+    random = np.random.default_rng(seed)
+    needed = [-(-n // block) for n in lengths]
+    order = random.permutation(sum(needed) + 2)
+    table = np.full((len(lengths), max(needed) + 1), order[-1], np.int32)
+    rows, heads, tokens, words = records.shape
+    places = np.full((len(order), block), rows * tokens, np.int64)
+    for row, n in enumerate(lengths):
+        table[row, : needed[row]] = mine = order[sum(needed[:row]) : sum(needed[: row + 1])]
+        places[np.repeat(mine, block)[:n], np.arange(n) % block] = row * tokens + np.arange(n)
+    nobody = mx.full((heads, 1, words), 0xFFFFFFFF, mx.uint32)
+    every = mx.concatenate([records.swapaxes(0, 1).reshape(heads, -1, words), nobody], axis=1)
+    return mx.contiguous(mx.take(every, mx.array(places.reshape(-1)), axis=1))[None], on_device(table)
 
 
 def passes(form: Format) -> bool:

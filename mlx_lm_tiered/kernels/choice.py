@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from . import block_check, blocks, encode
 from .check import faster, passes
-from .decode import Format, Step, dialect, may_serve, supports, supports_records
+from .decode import Format, Step, dialect, may_serve, supports, supports_listed, supports_records
 from .layout import Layout
 from .records import Record
 
@@ -89,9 +89,26 @@ class Kernels:
             return None
         return step.over_records(queries, held, slots, mask)
 
-    def _step(self, form: Format, rows: int, kv_heads: int, otherwise: Callable[[mx.array, Any, Any, float], mx.array]) -> Step | None:
+    def attend_listed(
+        self, queries: mx.array, held: mx.array, record: Record, table: mx.array, lengths: mx.array, scale: float, block: int, longest: int
+    ) -> mx.array | None:  # fmt: skip
+        """Attention over records in blocks as `decode.decode_listed` has it; None where it is to be computed otherwise."""
+        if self.state != "on":
+            return None
+        shape = queries.shape
+        one = (record, shape, queries.dtype, held.shape, table.shape, table.dtype, lengths.shape, lengths.dtype, scale, block)
+        step = self._steps.get(one, _UNKNOWN)
+        if step is _UNKNOWN:
+            step = None
+            if supports_listed(queries, held, record, table, lengths, block):
+                form = Format(record.layout, shape[3], shape[1] // held.shape[1], queries.dtype, record.numbers, scale, records=True, block=block)
+                step = self._step(form, shape[0], held.shape[1], None)
+            self._steps[one] = step
+        return None if step is None else step.over_blocks(queries, held, table, lengths, longest)
+
+    def _step(self, form: Format, rows: int, kv_heads: int, otherwise: Callable[[mx.array, Any, Any, float], mx.array] | None) -> Step | None:
         if form not in self._right:
-            what = f"decode kernel for {form.layout} in heads of {form.dim}"
+            what = f"decode kernel for {form.layout} in heads of {form.dim}" + (f" and blocks of {form.block} tokens" if form.block else "")
             self._right[form] = self._serves(what, lambda: passes(form), lambda: faster(form, otherwise))
         return Step(rows, kv_heads, form) if self._right[form] else None
 

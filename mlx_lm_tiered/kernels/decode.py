@@ -1,4 +1,4 @@
-"""Decode attention by the kernel of `source.py`, over the very arrays that a quantized cache hands out: planes, or records (`records.py`).
+"""Decode attention by the kernel of `source.py`, over the very arrays that a quantized cache hands out: planes, or records (`records.py`), also in blocks that a table lists.
 
 The kernel takes the arrays' strides, so nothing is made contiguous; and how many tokens
 they hold is an argument, so nothing is sliced out, or compiled anew from one token to
@@ -56,6 +56,7 @@ class Format(NamedTuple):
     scale: float
     masked: bool = False
     records: bool = False
+    block: int = 0  # tokens of a block of records, which a table lists; 0 where a row's lie one after another
 
     @property
     def record(self) -> Record:
@@ -79,14 +80,26 @@ def supports_records(queries: mx.array, held: mx.array, record: Record, slots: i
     return _supports(queries, held.shape[1], slots, record.layout, record.numbers, True, mask, sinks)
 
 
-def _supports(queries: mx.array, kv_heads: int, slots: int, layout: Layout, scales: mx.Dtype, records: bool, mask: Any, sinks: Any) -> bool:
-    rows, heads, length, dim = queries.shape
-    if length != 1 or sinks is not None or not layout.known or heads % kv_heads or queries.dtype not in _FLOATS:
+def supports_listed(queries: mx.array, held: mx.array, record: Record, table: mx.array, lengths: mx.array, block: int) -> bool:
+    """Whether the kernel computes this (see `decode_listed`): one query a row, over records (1, heads, blocks * block, words); int32 tables and lengths."""
+    rows = queries.shape[0]
+    if table.ndim != 2 or lengths.ndim != 1 or table.dtype != mx.int32 or lengths.dtype != mx.int32 or table.shape[0] < rows or lengths.shape[0] < rows or not table.shape[1]:
         return False
-    if dim > LARGEST_DIM or (dim > CHUNK and dim % CHUNK):
+    if block < 1 or held.shape[0] != 1 or held.shape[2] % block or min(queries.size, held.size) < LEAST_ELEMENTS[dialect()] or not record.key_dim == record.value_dim == queries.shape[3]:
+        return False
+    return _computes(queries, held.shape[1], record.layout, record.numbers, True)
+
+
+def _supports(queries: mx.array, kv_heads: int, slots: int, layout: Layout, scales: mx.Dtype, records: bool, mask: Any, sinks: Any) -> bool:
+    return sinks is None and _computes(queries, kv_heads, layout, scales, records) and may_serve(queries.shape[0], kv_heads, slots, queries.shape[3], mask)
+
+
+def _computes(queries: mx.array, kv_heads: int, layout: Layout, scales: mx.Dtype, records: bool) -> bool:
+    _, heads, length, dim = queries.shape
+    if length != 1 or not layout.known or heads % kv_heads or queries.dtype not in _FLOATS or dim > LARGEST_DIM or (dim > CHUNK and dim % CHUNK):
         return False
     form = Format(layout, dim, heads // kv_heads, queries.dtype, scales, 1.0, records=records)
-    return warps_that_fit(dialect(), form, 1) == 1 and may_serve(rows, kv_heads, slots, dim, mask)
+    return warps_that_fit(dialect(), form, 1) == 1
 
 
 def may_serve(rows: int, kv_heads: int, slots: int, dim: int, mask: Any) -> bool:
@@ -168,7 +181,9 @@ def options(language: str, rows: int, kv_heads: int, form: Format, tuning: Tunin
     }  # fmt: skip
     if form.records:
         codes, numbers = form.record.alignment
-        parts_constants |= {"ROW": 4 * form.record.words, "CODES": codes, "NUMBERS": numbers}
+        parts_constants |= {"ROW": 4 * form.record.words, "CODES": codes, "NUMBERS": numbers, "LISTED": int(form.block > 0)}
+    if form.block:
+        parts_constants["BLOCK"] = form.block
     parts = {
         "grid": (splits * 32 * warps, rows * kv_heads, -(-form.each // 8) * chunks), "threadgroup": (32 * warps, 1, 1),
         "output_shapes": [(rows * heads * chunks, splits, part), (rows * heads * chunks, splits), (rows * heads * chunks, splits)],
@@ -192,13 +207,15 @@ def options(language: str, rows: int, kv_heads: int, form: Format, tuning: Tunin
 def inputs(language: str, form: Format) -> tuple[str, ...]:
     """Names of what the first kernel is given."""
     held = (("kv", "book") if form.layout.turbo else ("kv",)) if form.records else PLANES
+    tokens = ("listed", "lengths") if form.block else ("mask",)
     ending = (("done", "signs") if form.layout.turbo else ("done",)) if merged(language, form) else ()
-    return ("q", *held, "mask", *ending)
+    return ("q", *held, *tokens, *ending)
 
 
 def texts(language: str, form: Format) -> tuple[str, ...]:
     """Files of the first kernel."""
     where = (("records.body",) if form.layout.turbo else ("records.body", "tableless.body")) if form.records else ("planes.body",)
+    where = (*where, "listed.body" if form.block else "ordered.body")
     if not merged(language, form):
         return (*where, "decode.body")
     return ("scratch.body", *where, "decode.body", "last.body", "turned_back.body" if form.layout.turbo else "upright.body")
@@ -229,22 +246,29 @@ class Step:
 
     def __call__(self, queries: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], slots: int, mask: Any, tuning: Tuning | None = None) -> mx.array:
         """Attention (rows, heads, 1, dim) of `queries` of that shape over the first `slots` tokens of planes."""
-        return self._call(queries, self._form.layout.inputs(keys, values), slots, mask, tuning)
+        return self._call([queries, *self._form.layout.inputs(keys, values), self._seen(mask, slots)], slots, tuning)
 
     def over_records(self, queries: mx.array, held: mx.array, slots: int, mask: Any, tuning: Tuning | None = None) -> mx.array:
         """The same over records."""
-        return self._call(queries, [held, *self._book], slots, mask, tuning)
+        return self._call([queries, held, *self._book, self._seen(mask, slots)], slots, tuning)
 
-    def _call(self, queries: mx.array, held: list[mx.array], slots: int, mask: Any, tuning: Tuning | None) -> mx.array:
+    def over_blocks(self, queries: mx.array, held: mx.array, table: mx.array, lengths: mx.array, longest: int, tuning: Tuning | None = None) -> mx.array:
+        """The same over the first `lengths[row]` tokens, `longest` at most, of the blocks that `table[row]` lists."""
+        # In steps of 64, in which no split is won.
+        return self._call([queries, held, *self._book, table, lengths], -(-longest // 64) * 64, tuning)
+
+    def _seen(self, mask: Any, slots: int) -> mx.array:
+        # The mask's length says how many tokens there are, also where it is not read.
+        return _per_token(mask, self._rows, slots) if self._form.masked else mx.broadcast_to(_nothing_hidden(), (1, 1, 1, slots))  # type: ignore[return-value]
+
+    def _call(self, inputs: list[mx.array], slots: int, tuning: Tuning | None) -> mx.array:
         form = self._form
         if tuning is None:
             tuning = choose(slots, self._units, form.dim, form.each, self._language)
         call = self._calls.get(tuning)
         if call is None:
             call = self._calls[tuning] = self._made(tuning)
-        # The mask's length says how many tokens there are, also where it is not read.
-        seen = _per_token(mask, self._rows, slots) if form.masked else mx.broadcast_to(_nothing_hidden(), (1, 1, 1, slots))
-        return call([queries, *held, seen])
+        return call(inputs)
 
     def _made(self, tuning: Tuning) -> Callable[[list[mx.array]], mx.array]:
         found = options(self._language, self._rows, self._kv_heads, self._form, tuning)
@@ -283,3 +307,15 @@ def decode_records(queries: mx.array, held: mx.array, record: Record, slots: int
     rows, heads, _, dim = queries.shape
     form = Format(record.layout, dim, heads // held.shape[1], queries.dtype, record.numbers, scale, isinstance(mask, mx.array), True)
     return _step(rows, held.shape[1], form).over_records(queries, held, slots, mask, tuning)
+
+
+def decode_listed(
+    queries: mx.array, held: mx.array, record: Record, table: mx.array, lengths: mx.array, scale: float, block: int, longest: int, tuning: Tuning | None = None
+) -> mx.array:  # fmt: skip
+    """The same over records in blocks, which `supports_listed` accepts: of a row the first `lengths[row]` tokens of the blocks that `table[row]` lists, `longest` at most.
+
+    Nothing behind a row's length is read, of its table neither; zeros where that is 0. Tables and lengths are best made by `blocks.on_device`.
+    """
+    rows, heads, _, dim = queries.shape
+    form = Format(record.layout, dim, heads // held.shape[1], queries.dtype, record.numbers, scale, records=True, block=block)
+    return _step(rows, held.shape[1], form).over_blocks(queries, held, table, lengths, longest, tuning)

@@ -17,7 +17,7 @@ WIDTH = 16
 
 
 class OverBlocks:
-    """Attention of `Rows` by a kernel; None for what it does not do: tokens of a KV scheme, masks of arrays, sinks, more than a few tokens, padded rows."""
+    """Attention of `Rows` by a kernel; None for what it does not do: masks of arrays, sinks, padded rows, more than a few tokens, or of a KV scheme's more than one, or not in records."""
 
     def __init__(self, kernels: Kernels):
         self._kernels = kernels
@@ -30,12 +30,15 @@ class OverBlocks:
         if tokens > MOST_LENGTH or sinks is not None or isinstance(mask, mx.array) or any(count != tokens for count in rows.counts):
             return None
         arenas = rows.tables[0].storage.arenas
-        if hasattr(arenas.layers[rows.layer], "bits"):
+        sides, planes = arenas.layers[rows.layer], arenas.planes[rows.layer]
+        record = sides.record
+        if (record is None and hasattr(sides, "bits")) or (record is not None and tokens > 1):
             return None
-        keys, values = arenas.planes[rows.layer]
         lengths = [before + tokens for before in rows.before]
-        table = self._table(rows.tables)
-        return self._kernels.attend_blocks(queries, keys, values, table, self._lengths(lengths), scale, arenas.block, max(lengths))
+        table, counted = self._table(rows.tables), self._lengths(lengths)
+        if record is None:
+            return self._kernels.attend_blocks(queries, *planes, table, counted, scale, arenas.block, max(lengths))
+        return self._kernels.attend_listed(queries, *planes, record, table, counted, scale, arenas.block, max(lengths))
 
     def _table(self, tables: Sequence[Table]) -> mx.array:
         versions = [table.version for table in tables]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from ..kernels.records import Record
 from ..schemes.held import HeldRecords
 from ..schemes.lockstep import Single
 
@@ -80,6 +81,11 @@ class Sides:
         return KVCache()
 
     @property
+    def record(self) -> Record | None:
+        """What the only plane has, where kernels read records."""
+        return None
+
+    @property
     def bits(self) -> int:
         """Tells mlx-lm's attention of keys that are not plain. Raises AttributeError where they are."""
         raise AttributeError("bits")
@@ -131,7 +137,7 @@ class Packed(Sides):
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        record = self.empty.record
+        record = self.record
         return self.tensors if record is None else (Plane("records", self.heads, record.words, mx.uint32),)
 
     @property
@@ -141,6 +147,10 @@ class Packed(Sides):
     @property
     def like(self) -> Single:
         return self.empty
+
+    @property
+    def record(self) -> Record | None:
+        return self.empty.record
 
     @property
     def bits(self) -> int:
@@ -154,12 +164,12 @@ class Packed(Sides):
         return type(cache) is type(self.empty) and cache.form == self.empty.form
 
     def encoded(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
-        if self.empty.record is not None:
+        if self.record is not None:
             return (self.empty.recorded(keys, values),)
         return _flat(self.empty.encode(self.empty.form, keys, values))
 
     def fetched(self, arrays: Sequence[mx.array]) -> tuple[Any, Any]:
-        like, record = self.empty, self.empty.record
+        like, record = self.empty, self.record
         if record is not None:
             (records,) = arrays
             return tuple(HeldRecords(records, records.shape[2], record, side, cut) for side, cut in enumerate((like.keys_of, like.values_of)))  # type: ignore[return-value]
@@ -168,10 +178,10 @@ class Packed(Sides):
 
     def taken(self, cache: Any, start: int = 0) -> Sequence[mx.array]:
         planes = [tuple(side[:, :, start : cache.offset] for side in pair) for pair in zip(cache.keys, cache.values, strict=True)]
-        return _flat(planes) if self.empty.record is None else (self.empty.record.join(planes),)
+        return _flat(planes) if self.record is None else (self.record.join(planes),)
 
     def stored(self, arrays: Sequence[mx.array]) -> Sequence[mx.array]:
-        return arrays if self.empty.record is None else _flat(self.empty.record.split(arrays[0]))
+        return arrays if self.record is None else _flat(self.record.split(arrays[0]))
 
 
 def sides_of(cache: Any) -> Sides | None:

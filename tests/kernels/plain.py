@@ -17,7 +17,7 @@ from mlx_lm_tiered.kernels.layout import Layout
 from mlx_lm_tiered.kernels.tuning import Tuning
 
 TYPES = {mx.float32: "float", mx.bfloat16: "bf16", mx.float16: "half"}
-POINTERS = {"q": "T", "kp": "u32", "vp": "u32", "kv": "u32", "book": "u32", "mask": "bool", "done": "u32", "signs": "float"}
+POINTERS = {"q": "T", "kp": "u32", "vp": "u32", "kv": "u32", "book": "u32", "listed": "int", "lengths": "int", "mask": "bool", "done": "u32", "signs": "float"}
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,11 @@ class Shape:
     queries: mx.Dtype = mx.float32
     scales: mx.Dtype = mx.float32
     records: bool = False
+    block: int = 0
 
     @property
     def form(self) -> Format:
-        return Format(self.layout, self.dim, self.each, self.queries, self.scales, self.scale, self.masked, self.records)
+        return Format(self.layout, self.dim, self.each, self.queries, self.scales, self.scale, self.masked, self.records, self.block)
 
     def options(self, language: str, rows: int, splits: int) -> Options:
         return options(language, rows, self.kv_heads, self.form, Tuning(self.warps, splits))
@@ -108,11 +109,19 @@ class Library:
 
     def decode(self, shape: Shape, q: mx.array, keys: Any, values: Any, slots: int, mask: np.ndarray | None, splits: int) -> np.ndarray:
         """As `kernels.decode.decode`, over whole buffers of which `slots` are held, or over records of them; in fp32."""
-        rows, form, alone = q.shape[0], shape.form, merged("cuda", shape.form)
-        found = shape.options("cuda", rows, splits)
         named = dict(zip(PLANES, shape.layout.inputs(keys, values), strict=True))
         if shape.records:
-            named |= {"kv": form.record.join(list(zip(keys, values, strict=True))), "book": named["vb"]}
+            named |= {"kv": shape.form.record.join(list(zip(keys, values, strict=True))), "book": named["vb"]}
+        return self._decode(shape, q, named, slots, mask, splits)
+
+    def decode_listed(self, shape: Shape, q: mx.array, held: mx.array, table: mx.array, lengths: mx.array, splits: int) -> np.ndarray:
+        """As `kernels.decode.decode_listed`."""
+        book = shape.layout.inputs((held, held), (held, held))[-1]
+        return self._decode(shape, q, {"kv": held, "book": book, "listed": table, "lengths": lengths}, 0, None, splits)
+
+    def _decode(self, shape: Shape, q: mx.array, named: dict[str, mx.array], slots: int, mask: np.ndarray | None, splits: int) -> np.ndarray:
+        rows, form, alone = q.shape[0], shape.form, merged("cuda", shape.form)
+        found = shape.options("cuda", rows, splits)
         given = {name: _view(array) for name, array in (named | {"q": q}).items()}
         given |= {"signs": _view(signs) for signs in shape.layout.back(shape.dim)}
         given["mask"] = np.ones((1, 1, 1, 1), bool) if mask is None else mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import metal
 import mlx.core as mx
@@ -11,7 +12,7 @@ import plain
 import pytest
 from plain import Shape, affine, turbo
 
-from mlx_lm_tiered.kernels import check
+from mlx_lm_tiered.kernels import blocks, check
 from mlx_lm_tiered.kernels.records import Record
 from mlx_lm_tiered.kernels.tuning import Tuning
 
@@ -25,6 +26,9 @@ TURBO += [turbo(8, 3, 256, each=5, warps=1), turbo(8, 3, 512, each=1, warps=1), 
 SPREAD = affine(8, 64, 128, scale=0.015)
 # Where keys and values lie in records; widths at multiples of 16, 8 and 4 bytes.
 RECORDS = [replace(shape, records=True) for shape in [*WIDTHS, *GROUPS[:3], FORMS[2], FORMS[-1], *MASKED, *HALVES, *TURBO[:2], *TURBO[4:6], *TURBO[8:]]]
+# The same in blocks: fewer tokens than a warp takes at a time, as many, and more.
+LISTED = [(WIDTHS[2], 16), (WIDTHS[2], 5), (GROUPS[0], 1), (HALVES[0], 64), (TURBO[1], 16), (TURBO[1], 1), (TURBO[8], 64), (FORMS[-1], 16)]
+LISTED = [replace(shape, records=True, block=block) for shape, block in LISTED]
 
 Library = plain.Library | metal.Library
 
@@ -36,7 +40,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> plain.Library:
-    return plain.Library(RECORDS, tmp_path_factory.mktemp("records"))
+    return plain.Library([*RECORDS, *LISTED], tmp_path_factory.mktemp("records"))
 
 
 def made(shape: Shape, rows: int, capacity: int, seed: int = 0) -> tuple:
@@ -82,6 +86,31 @@ def test_records_are_read_as_planes_are(records: plain.Library, library: Library
         got = records.decode(shape, q, keys, values, slots, held, splits)
         # The merging sums in another order on Metal.
         assert np.allclose(got, library.decode(replace(shape, records=False), q, keys, values, slots, held, splits), rtol=1e-2 if shape.queries == mx.bfloat16 else 2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", LISTED, ids=str)
+def test_blocks_of_records_are_read_by_their_table(records: plain.Library, shape: Shape) -> None:
+    """Rows of any lengths, among blocks and behind a row's last token nothing but NaN."""
+    for lengths, splits in (((0, 1, 16, 131), 3), ((15, 160, 33), 1)):
+        q, keys, values = made(shape, rows=len(lengths), capacity=160, seed=splits)
+        held, table = check.scattered(shape.form.record.join(list(zip(keys, values, strict=True))), lengths, shape.block)
+        got = records.decode_listed(shape, q, held, table, blocks.on_device(lengths), splits)
+        for row, n in enumerate(lengths):
+            mine = [tuple(part[row : row + 1] for part in side) for side in (keys, values)]
+            want = expected(shape, q[row : row + 1], *mine, n)[0] if n else 0
+            assert np.linalg.norm(got[row] - want) <= np.linalg.norm(want) * (1e-2 if shape.queries == mx.bfloat16 else 5e-4)
+
+
+@pytest.mark.parametrize("shape", LISTED, ids=str)
+def test_a_right_kernel_over_blocks_passes_its_self_test_and_a_wrong_one_does_not(records: plain.Library, monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    for others in (0, 1, -1):
+
+        def decode(q: mx.array, held: mx.array, record: Record, table: mx.array, lengths: mx.array, *rest: Any, others: int = others) -> mx.array:
+            tuning = rest[-1]
+            return mx.array(records.decode_listed(shape, q, held, table, mx.maximum(lengths + others, 1), tuning.splits))
+
+        monkeypatch.setattr(check, "decode_listed", decode)
+        assert check.passes(shape.form) == (others == 0)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in RECORDS if shape.kv_heads == 2], ids=str)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import base
 
-from mlx_lm_tiered.kernels import check, choice, decode, tuning
+from mlx_lm_tiered.kernels import blocks, check, choice, decode, tuning
 from mlx_lm_tiered.kernels.choice import Kernels
 from mlx_lm_tiered.kernels.layout import Layout
 from mlx_lm_tiered.schemes import attention
@@ -219,3 +219,36 @@ def test_splits_fill_the_device_but_no_warp_is_idle(tokens: int, units: int, dim
 def test_splits_on_metal() -> None:
     assert [tuning.choose(tokens, 8, 128, 4, "metal").splits for tokens in (1, 600, 2048, 65536)] == [1, 10, 32, 32]
     assert tuning.choose(65536, 900, 128, 4, "metal") == tuning.Tuning(4, 1, 0)
+
+
+def test_records_in_blocks_are_served_where_the_self_test_passes(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(q: mx.array, held: mx.array, record: Any, table: mx.array, lengths: mx.array, scale: float, block: int, longest: int, tuned: Any = None, more: int = 0) -> mx.array:
+        out = []
+        for row in range(q.shape[0]):
+            places = mx.arange(lengths[row].item() + more)
+            keys, values = zip(*record.split(mx.take(held, table[row][places // block] * block + places % block, axis=2)), strict=True)
+            out.append(check.reference(q[row : row + 1], keys, values, scale, None, record.layout).astype(q.dtype))
+        return mx.concatenate(out)
+
+    class Step:
+        def __init__(self, rows: int, kv_heads: int, form: decode.Format):
+            self.form = form
+
+        def over_blocks(self, q: mx.array, held: mx.array, table: mx.array, lengths: mx.array, longest: int) -> mx.array:
+            return gathered(q, held, self.form.record, table, lengths, self.form.scale, self.form.block, longest)
+
+    monkeypatch.setattr(choice, "Step", Step)
+    given = step()
+    record = decode.record_of(EIGHT, 64, 64, mx.float32)
+    records = record.join(list(zip(given["q_keys"], given["q_values"], strict=True)))
+    lengths = (40, 21)
+    held, table = check.scattered(records, lengths, 16)
+    asked = (given["queries"], held, record, table, blocks.on_device(lengths), SCALE, 16, 40)
+    for more in (0, 1):
+        monkeypatch.setattr(check, "decode_listed", lambda *of, more=more: gathered(*of, more=more))
+        kernels = Kernels()
+        found = kernels.attend_listed(*asked)
+        assert (found is None) == bool(more) and kernels.failed == more
+        assert found is None or mx.allclose(found, gathered(*asked))
+    # Of several queries a row, and where kernels are off, it is computed otherwise.
+    assert Kernels().attend_listed(mx.zeros((2, 4, 2, 64)), *asked[1:]) is None and Kernels("off").attend_listed(*asked) is None

@@ -46,6 +46,20 @@ def test_decoding(asked: list[dict[str, mx.array]], shape: Any, records: bool) -
     assert not alone or (first["done"] is not second["done"] and first["done"].size >= decode.LEAST_COUNTERS and not first["done"].any())
 
 
+@pytest.mark.parametrize("shape", [affine(4, 64, 128), turbo(8, 3, 128), affine(8, 64, 512, each=2)], ids=str)
+def test_decoding_over_blocks_of_records(asked: list[dict[str, mx.array]], shape: Any) -> None:
+    form = shape.form._replace(records=True, block=16)
+    held, q = mx.zeros((1, 2, 64, form.record.words), mx.uint32), mx.zeros((2, 2 * shape.each, 1, shape.dim))
+    table, lengths = blocks.on_device([[0, 1], [2, 3]]), blocks.on_device([20, 31])
+    assert decode.supports_listed(q, held, form.record, table, lengths, 16)
+    for longest in (31, 60):
+        assert decode.decode_listed(q, held, form.record, table, lengths, 0.1, 16, longest).shape == q.shape
+    first, second = [call for call in asked if "q" in call]
+    assert first["listed"] is second["listed"] is table and first["lengths"] is lengths and first["kv"] is held and "mask" not in first
+    wrong = [(q, held, table, lengths, 15), (q, held, table.astype(mx.int64), lengths, 16), (q, held, table, lengths[:1], 16), (mx.zeros((2, 4, 2, shape.dim)), held, table, lengths, 16)]
+    assert not any(decode.supports_listed(a, b, form.record, *others) for a, b, *others in wrong)
+
+
 @pytest.mark.parametrize("dim", [80, 128])
 def test_blocks(asked: list[dict[str, mx.array]], dim: int) -> None:
     arena, q = mx.zeros((1, 2, 64, dim), mx.bfloat16), mx.zeros((2, 8, 1, dim), mx.bfloat16)

@@ -14,7 +14,7 @@ from mlx_lm_tiered.kernels import decode, source
 from mlx_lm_tiered.kernels.layout import Layout
 from mlx_lm_tiered.kernels.tuning import choose
 
-BODIES = ("planes.body", "decode.body", "blocks.body", "merge.body", "written.body", "unrotated.body")
+BODIES = ("planes.body", "ordered.body", "decode.body", "blocks.body", "merge.body", "written.body", "unrotated.body")
 SHAPE = affine(8, 64, 64, each=1, kv_heads=1, masked=True, scales=mx.bfloat16)
 TYPES = r"(?:u8|u16|u32|uint\d?|int|long|float\d?|half\d?|bool|S|T|simdgroup_\w+|\w+<[^<>;]*>)"
 POINTER = re.compile(rf"(?:\b(\w+)\s+)?(?:const\s+)?\b{TYPES}\s*[*&](?![&\w]*\s*\d)")

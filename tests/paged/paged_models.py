@@ -14,9 +14,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm_tiered.caches import paged as kinds_of_paging
 from mlx_lm_tiered.caches.kind import kind_named, register
 from mlx_lm_tiered.paged.arenas import Arenas
-from mlx_lm_tiered.paged.sides import Sides
 from mlx_lm_tiered.paged.cache import PagedKVCache
 from mlx_lm_tiered.paged.pool import Pool
+from mlx_lm_tiered.paged.sides import Sides
 from mlx_lm_tiered.paged.table import Storage, Table
 from mlx_lm_tiered.schemes.convert import leaves, mapped
 

@@ -12,10 +12,10 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_hooks import Admission, ModelSource
 from mlx_lm_tiered.paged.admission import PATIENCE, Blocks
 from mlx_lm_tiered.paged.arenas import Arenas
-from mlx_lm_tiered.paged.sides import Sides
 from mlx_lm_tiered.paged.cache import PagedKVCache, append
 from mlx_lm_tiered.paged.pool import Pool
 from mlx_lm_tiered.paged.scheme import Pages
+from mlx_lm_tiered.paged.sides import Sides
 from mlx_lm_tiered.paged.table import Storage, Table
 from mlx_lm_tiered.statistics import Statistics
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mlx_lm_tiered.bench import paged
+from mlx_lm_tiered.bench import exact, paged
 from support.models import TINY
 
 
@@ -36,8 +36,6 @@ def test_logits_are_those_of_plain_caches_bit_for_bit(tmp_path):
 
 
 def test_a_logit_that_differs_is_told():
-    from mlx_lm_tiered.bench import exact
-
     assert exact.found({"differing": 0, "logits": 5, "furthest": 0.0}) == []
     assert exact.found({"differing": 2, "logits": 5, "furthest": 0.25}) == ["2 of 5 logits differ, by up to 0.25"]
 
@@ -51,6 +49,8 @@ def test_steps_of_random_weights(scheme: str, ratio: float):
 
 
 def test_its_figures_under_a_scheme():
+    compared = exact.run(TINY["llama"], (16,), "affine:4:32")
+    assert compared["differing"] == 0 and compared["logits"] > 1e5
     found = paged.run(TINY["llama"], 100, 128, 150, 20, 4, 16, 1, scheme="affine:4:32")
     assert found["token_bytes_ratio"] == 0.1875 and 1 <= found["mixed_lengths_kv_ratio"] < 1.3 < found["mixed_lengths_padded_ratio"] and found["shared_prefix_kv_ratio"] < 1.8
     with pytest.raises(ValueError, match="affine:4:32@9 begins at token 9"):

@@ -13,8 +13,13 @@ from paged_models import WITH_FULL_ATTENTION, model_of
 
 from mlx_lm_tiered.memory.footprint import Footprint
 from mlx_lm_tiered.paged import attention, batch, plan
+from mlx_lm_tiered.paged.arenas import Arenas
 from mlx_lm_tiered.paged.cache import PagedKVCache
+from mlx_lm_tiered.paged.moving import into_blocks
+from mlx_lm_tiered.paged.pool import Pool
 from mlx_lm_tiered.paged.scheme import Pages
+from mlx_lm_tiered.paged.sides import Sides
+from mlx_lm_tiered.paged.table import Storage, Table
 from mlx_lm_tiered.schemes.convert import leaves
 from mlx_lm_tiered.statistics import Statistics
 
@@ -71,6 +76,17 @@ def test_a_model_that_paging_cannot_serve_keeps_plain_caches_with_one_warning(mo
         assert pages.caches(model, None, caches) is caches
     assert statistics.report()["faults"] == {"paged_kv": 1} and pages.plan_of(model) is None and not pages.storages
     assert len([record for record in caplog.records if reason in record.getMessage()]) == 1
+
+
+def test_restored_caches_go_to_the_layers_of_the_plan():
+    """A cache that the model never fills has none."""
+    sides = Sides(1, 2, 2, mx.float32, mx.float32)
+    storage = Storage(Pool(4), Arenas([sides], 4, 16), (None, sides))
+    restored = [KVCache(), KVCache()]
+    restored[1].update_and_fetch(*[mx.ones((1, 1, 3, 2))] * 2)
+    made = into_blocks(restored, Table(storage))
+    assert made[0] is restored[0] and isinstance(made[1], PagedKVCache) and (made[1].layer, made[1].offset) == (0, 3)
+    assert made[1].keys_and_values()[0].tolist() == [[[[1, 1]] * 3]]
 
 
 @pytest.mark.parametrize("name, padded", (("dense", True), ("nested", None)))

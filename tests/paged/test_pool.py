@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlx_lm_tiered.paged.arenas import Arenas
-from mlx_lm_tiered.paged.sides import Sides
 from mlx_lm_tiered.paged.pool import Pool, PoolExhausted
+from mlx_lm_tiered.paged.sides import Sides
 from mlx_lm_tiered.paged.table import Storage, Table
 
 LAYERS = 2

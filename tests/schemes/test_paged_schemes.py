@@ -17,9 +17,11 @@ from scheme_families import WIDE, wide
 from scheme_runs import prompt, scheme
 
 from mlx_lm_tiered import caches as kinds
+from mlx_lm_tiered.kernels import check
 from mlx_lm_tiered.memory.footprint import Footprint
 from mlx_lm_tiered.paged import attention, plan
 from mlx_lm_tiered.paged.cache import PagedKVCache
+from mlx_lm_tiered.paged.kernel import OverBlocks
 from mlx_lm_tiered.paged.moving import into_blocks, out_of_blocks
 from mlx_lm_tiered.paged.scheme import Pages
 from mlx_lm_tiered.paged.table import Table
@@ -252,6 +254,46 @@ def test_records_are_blocks_of_one_plane_where_kernels_read_them(text: str, dim:
         assert it.forward(adopted, TOKENS[60:61]) == expected
         logits = it.model(mx.array([TOKENS[60:61], TOKENS[70:71]]), cache=rows)
         assert mx.allclose(logits[:1], mx.array(np.frombuffer(expected, np.float32)).reshape(1, 1, -1), atol=1e-3)
+
+
+class Reference:
+    """Stands for `Kernels` on a device that has the kernel over records in blocks: gathers by table and lengths."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []  # rows
+
+    def attend_listed(self, queries: mx.array, held: mx.array, record: Any, table: mx.array, lengths: mx.array, scale: float, block: int, longest: int) -> mx.array:
+        rows = queries.shape[0]
+        self.calls.append(rows)
+        assert queries.shape[2] == 1 and longest == max(lengths.tolist()[:rows])
+        out = []
+        for row in range(rows):
+            places = np.arange(lengths[row].item())
+            slots = np.array(table)[row][places // block] * block + places % block
+            keys, values = zip(*record.split(mx.take(held, mx.array(slots), axis=2)), strict=True)
+            out.append(check.reference(queries[row : row + 1], keys, values, scale, None, record.layout))
+        return mx.concatenate(out)
+
+
+@pytest.mark.parametrize("text, dim", (("affine:8:32", 32), ("turbo", 64)))
+def test_one_token_of_each_row_is_the_kernels_where_there_are_records(text: str, dim: int, monkeypatch: pytest.MonkeyPatch):
+    keep_records(monkeypatch)
+    with world("dense", text, 16, dim) as it:
+        it.scatter()
+        rows = [it.paged() for _ in range(2)]
+        for number, row in enumerate(rows):
+            it.forward(row, TOKENS[: 20 + 17 * number])
+        steps = [mx.array([[5], [6]]), mx.array([TOKENS[:3], TOKENS[5:8]]), mx.array([[7], [8]])]
+        runs, kernels = [], Reference()
+        for attend in (None, OverBlocks(kernels)):
+            it.storage.attend = attend
+            batch = [PagedKVCache.merge([lent[layer] for lent in map(kinds.lend, rows)]) for layer in range(3)]
+            runs.append([it.model(step, cache=batch) for step in steps])
+            mx.eval(runs[-1])
+        assert all(mx.allclose(a, b, atol=5e-3) for a, b in zip(*runs, strict=True)) and kernels.calls == [2] * 6, "drafts that are verified are gathered"
+        alone = kinds.merge_row(kinds.lend(rows[1]))
+        mx.eval(it.model(steps[0][:1], cache=alone))
+        assert kernels.calls == [2] * 6 + [1] * 3, "a row in pieces, by itself"
 
 
 @pytest.mark.parametrize("records", (False, True))
