@@ -1,4 +1,4 @@
-"""``mlx_lm.tiered``: demo, serve, doctor, cache, bench, settings.
+"""``mlx_lm.tiered``: demo, serve, top, doctor, cache, bench, settings.
 
 Everything heavy is imported by the command that needs it.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .commands import bench, cache
-from .commands.terminal import PROGRAM, directory, end_in_order, model, positive, say, usage
+from .commands.terminal import PROGRAM, directory, end_in_order, interval, model, positive, say, usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +52,12 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("serve", add_help=False, help="mlx_lm.server with the plugin, without the start-up file; takes the server's flags")
 
+    top = commands.add_parser("top", help="what a running server's tiers hold and do, live in the terminal")
+    top.add_argument("--server", default="http://127.0.0.1:8080", metavar="URL", help="the server's address (default: http://127.0.0.1:8080)")
+    top.add_argument("--every", type=interval, metavar="SECONDS", help="seconds between two looks (default: 1 on a terminal; elsewhere it looks once)")
+    top.add_argument("--once", action="store_true", help="look once")
+    top.set_defaults(run=run_top)
+
     doctor = commands.add_parser("doctor", help="what is installed, what is hooked, what would not work")
     doctor.add_argument("--ssd-cache", metavar="DIR", help="look at this directory of an SSD tier, too (default: $MLX_LM_TIERED_SSD_CACHE)")
     doctor.add_argument("--json", action="store_true", help="print JSON")
@@ -88,6 +94,12 @@ def run_demo(args: argparse.Namespace) -> int:
         return prepare()
     end_in_order()
     return demo(model(args.model), args.ssd_cache, args.prompt_tokens, args.json)
+
+
+def run_top(args: argparse.Namespace) -> int:
+    from .commands.top import run
+
+    return run(args)
 
 
 def run_doctor(args: argparse.Namespace) -> int:

@@ -31,6 +31,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def interval(text: str) -> float:
+    """Seconds between two looks."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.2 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.2 on")
+    return value
+
+
 def count(parser: argparse.ArgumentParser, flag: str, default: int, text: str, metavar: str = "N") -> None:
     """A flag that takes a positive whole number; `text` says what it counts."""
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=f"{text} (default: {default})")

@@ -18,7 +18,7 @@ from mlx_lm_tiered.runtime import Runtime
 from mlx_lm_tiered.served import NOTE
 from mlx_lm_tiered.serving.page.actions import Actions
 from mlx_lm_tiered.serving.page.page import Page
-from mlx_lm_tiered.serving.page.render import seconds
+from mlx_lm_tiered.serving.page.words import seconds
 from mlx_lm_tiered.serving.routes import routes
 from mlx_lm_tiered.settings import Settings
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ...settings import format_size
-from .state import tier_label
+from . import words
 
 # Each has a template of its name and is sent anew when it has changed.
 SECTIONS = {
@@ -27,7 +26,7 @@ STATIC = {"style.css": "text/css; charset=utf-8", "script.js": "text/javascript;
 
 def _environment() -> Environment:
     found = Environment(loader=PackageLoader(__package__, "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    found.filters.update(size=_size, number=_number, percent=_percent, seconds=seconds, ago=_ago, rate=_rate, tier=tier_label)
+    found.filters.update({one.__name__: one for one in (words.size, words.number, words.percent, words.seconds, words.ago, words.rate, words.tier)})
     found.globals.update(SECTIONS=SECTIONS)
     return found
 
@@ -59,37 +58,3 @@ class Renderer:
 def static(name: str) -> bytes:
     """A file that the page needs, one of `STATIC`."""
     return (files(__package__) / "static" / name).read_bytes()
-
-
-def _size(value: float | None) -> str:
-    return "—" if value is None else format_size(int(value))
-
-
-def _number(value: float | None) -> str:
-    return "—" if value is None else f"{value:,.0f}"
-
-
-def _percent(value: float | None) -> str:
-    return "—" if value is None else f"{100 * value:.1f} %"
-
-
-def _rate(value: float | None) -> str:
-    return "—" if value is None else f"{value:,.1f}"
-
-
-def _ago(value: float | None) -> str:
-    return seconds(value) if value is None or value >= 9.95 else f"{value:.0f} s"
-
-
-def seconds(value: float | None) -> str:
-    """A time as people say it."""
-    if value is None:
-        return "—"
-    if value < 0.9995:
-        return f"{1000 * value:.0f} ms"
-    if value < 99.5:
-        return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
-    for unit, length in (("d", 86400), ("h", 3600)):
-        if value >= 1.5 * length:
-            return f"{value / length:.0f} {unit}"
-    return f"{value / 60:.0f} min"

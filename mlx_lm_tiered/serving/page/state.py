@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm_hooks import Served
 
 from ...identity import model_name
-from ...prefix.lookup import LABELS, Lookup
+from ...prefix.lookup import Lookup
 from ...runtime import Runtime
 from ...served import NOTE
 from ...statistics import TIERS
@@ -106,8 +106,3 @@ def _why(lookup: Lookup | None) -> str:
         return ""
     decision = str(lookup.decision) if lookup.decision is not None and lookup.decision.action != "restored" else ""
     return "; ".join(part for part in (decision, lookup.why) if part)
-
-
-def tier_label(name: str) -> str:
-    """What people call a tier."""
-    return {"queue": "Spill queue", "": "—"}.get(name) or LABELS[name]
