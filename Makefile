@@ -20,7 +20,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo test docs clean
+.PHONY: demo test docs types clean
 
 demo: $(INSTALLED)
 	$(BIN)/mlx_lm.tiered demo $(DEMO_ARGS)
@@ -30,6 +30,9 @@ test: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/mkdocs build --strict
+
+types: $(INSTALLED)
+	$(BIN)/python -m mypy
 
 $(INSTALLED): pyproject.toml $(wildcard patches/site/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where it is with make PYTHON=..."; exit 1; }

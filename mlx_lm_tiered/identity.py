@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
     """What computes: versions and device."""
     info = mx.device_info()
     return {
-        "mlx": mx.__version__,
+        "mlx": mx.__version__,  # type: ignore[attr-defined]
         "mlx_lm": version("mlx-lm"),
         "device": mx.default_device().type.name,
         "architecture": f"{info.get('architecture', '')} {info.get('device_name', '')}".strip(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ def mlx_lm_add_arguments(group: argparse._ArgumentGroup, command: str) -> None:
 def mlx_lm_configure(invocation: Invocation) -> None:
     global _runtime
     if invocation.command == "script":
-        known = {f.name for f in table.fields(table.Settings)}
+        known = {f.name for f in dataclasses.fields(table.Settings)}
         for name in sorted(invocation.given - known):
             raise UsageError(f"there is no setting {name!r}; there are {', '.join(sorted(known))}")
     settings = table.resolve(vars(invocation.args), invocation.given, os.environ)
@@ -75,7 +76,7 @@ def mlx_lm_unconfigure() -> None:
 
 @hookimpl
 def mlx_lm_prefix_cache(max_entries: int | None, max_bytes: int | None, serves: Serves) -> PrefixCache | None:
-    return _runtime and _runtime.prefix_cache(max_entries, max_bytes, serves)
+    return _runtime.prefix_cache(max_entries, max_bytes, serves) if _runtime is not None else None
 
 
 @hookimpl
@@ -106,17 +107,17 @@ def mlx_lm_engine_started(engine: Engine) -> None:
 
 @hookimpl
 def mlx_lm_generation_checkpoints() -> GenerationCheckpoints | None:
-    return _runtime and _runtime.checkpoints
+    return _runtime.checkpoints if _runtime is not None else None
 
 
 @hookimpl
 def mlx_lm_idle_task() -> Callable[[], bool] | None:
-    return _runtime and _runtime.idle_turn
+    return _runtime.idle_turn if _runtime is not None else None
 
 
 @hookimpl
 def mlx_lm_busy_task() -> Callable[[], None] | None:
-    return _runtime and _runtime.busy_turn
+    return _runtime.busy_turn if _runtime is not None else None
 
 
 @hookimpl

@@ -10,6 +10,54 @@ Importing this package is cheap: pluggy is loaded on first use.
 
 from importlib import import_module
 
+# True to type checkers, which cannot follow `__getattr__`. `typing` has it too, but costs its import.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .manager import (
+        Plugins as Plugins,
+        disable as disable,
+        enable as enable,
+        find_host as find_host,
+        installed_plugins as installed_plugins,
+    )
+    from .markers import (
+        hookimpl as hookimpl,
+        hookspec as hookspec,
+    )
+    from .requests import (
+        Served as Served,
+    )
+    from .speculation import (
+        Speculation as Speculation,
+        SpeculativeRow as SpeculativeRow,
+        Speculator as Speculator,
+    )
+    from .types import (
+        Admission as Admission,
+        CheckpointPreparation as CheckpointPreparation,
+        Companion as Companion,
+        Engine as Engine,
+        GenerationCheckpoints as GenerationCheckpoints,
+        GenerationState as GenerationState,
+        Host as Host,
+        Invocation as Invocation,
+        KVScheme as KVScheme,
+        ModelSource as ModelSource,
+        PluginError as PluginError,
+        PrefixCache as PrefixCache,
+        Preparation as Preparation,
+        Refused as Refused,
+        Reply as Reply,
+        Request as Request,
+        RequestCheckpoints as RequestCheckpoints,
+        Route as Route,
+        Row as Row,
+        SeamReport as SeamReport,
+        Serves as Serves,
+        Taken as Taken,
+        UsageError as UsageError,
+    )
+
 _HOMES = {
     "hookimpl": "markers",
     "hookspec": "markers",
@@ -50,7 +98,7 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     try:
         home = _HOMES[name]
     except KeyError:

@@ -68,7 +68,7 @@ def mlx_lm_busy_task() -> Callable[[], None] | None:
 
 
 @hookspec
-def mlx_lm_routes() -> Sequence[Route]:
+def mlx_lm_routes() -> Sequence[Route]:  # type: ignore[empty-body]
     """HTTP routes to add to the server."""
 
 

@@ -45,7 +45,7 @@ class _Batch(Kind):
 
     def _read_into(self, cache: Any, reader: Reader, held: int) -> None:
         *always, sometimes = self._rows
-        rows = {name: reader.array(name, 1, INDICES) for name in always}
+        rows: dict[str, mx.array | None] = {name: reader.array(name, 1, INDICES) for name in always}
         rows[sometimes] = reader.optional_array(sometimes, 1, INDICES)
         if reader.has("keys"):
             cache.keys, cache.values = reader.keys_and_values(held)

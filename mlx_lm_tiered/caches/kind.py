@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import mlx.core as mx
 
@@ -199,6 +199,10 @@ def kind_named(name: str) -> Kind | None:
     return _by_name.get(name)
 
 
+@overload
+def share(array: mx.array) -> mx.array: ...
+@overload
+def share(array: None) -> None: ...
 def share(array: mx.array | None) -> mx.array | None:
     """A new handle on the same buffer."""
     return None if array is None else array[...]

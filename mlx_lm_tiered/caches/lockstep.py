@@ -95,10 +95,11 @@ class LockstepKind(Kind):
         sides = [[reader.optional_array(f"{side}_{part}", 4) for part in self.names] for side in SIDES]
         held = [array for side in sides for array in side]
         if any(array is not None for array in held):
-            if any(array is None for array in held):
-                raise reader.fault("some of its tensors are missing")
             for side, found in zip(SIDES, sides, strict=True):
-                self.check_side(reader, side, found, form)
+                there = [array for array in found if array is not None]
+                if len(there) < len(found):
+                    raise reader.fault("some of its tensors are missing")
+                self.check_side(reader, side, there, form)
         own = {f.name for f in dataclasses.fields(form)} | {BOUND, "bounds", *self.extras}
         inner_fields = {name: value for name, value in fields.items() if name not in own}
         parts = []

@@ -31,7 +31,8 @@ def lend_all(caches: Sequence[Any], n: int | None) -> list[Any]:
 
 
 def dump_all(caches: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    descriptors, tensors = [], {}
+    descriptors: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
     for i, cache in enumerate(caches):
         kind = kind_of(cache)
         fields, held = kind.dump(cache)

@@ -66,5 +66,5 @@ def _foreign(paths: Iterable[Path]) -> bool:
 
 
 def _made_elsewhere(provenance: Mapping[str, Any]) -> bool:
-    installed = {"mlx": mx.__version__, "mlx_lm": version("mlx-lm")}
+    installed = {"mlx": mx.__version__, "mlx_lm": version("mlx-lm")}  # type: ignore[attr-defined]
     return any(isinstance(made := provenance.get(name), str) and made != here for name, here in installed.items())

@@ -125,7 +125,7 @@ class Landing:
                 row[last:] = 0
             pieces = [row[at : min(at + most, last)] for at in range(first, last, most)]
             pieces += [scratch[: min(most, beyond * inner - at)] for at in range(0, beyond * inner, most)]
-            for piece in map(memoryview, pieces):
+            for piece in map(memoryview, pieces):  # type: ignore[arg-type, var-annotated]
                 batch.append(piece)
                 size += len(piece)
                 # Pieces of the scratch may not be hashed after they were overwritten.

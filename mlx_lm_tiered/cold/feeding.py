@@ -38,8 +38,8 @@ class Feeder:
                 self._thread.start(self._feed.write)
             return self._feed is not None
         try:
-            name, array = next(feed.tensors, (None, None))
-            if name is not None:
+            if (following := next(feed.tensors, None)) is not None:
+                name, array = following
                 self._thread.tensor(feed.write, name, to_bytes(made(array)))
                 return self._thread.has_room()
         except Exception as error:  # mlx could not evaluate or copy it; the request path must not notice

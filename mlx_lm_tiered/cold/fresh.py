@@ -132,7 +132,7 @@ def _unfilled(shape: tuple[int, ...], itemsize: int) -> mx.array:
     reader = _Unread(shape, itemsize)
     _readers[:] = [*(one for one in _readers if one() is not None), weakref.ref(reader)]
     # On the processor's stream: a GPU's would take the memory over and copy it.
-    array = mx.load(reader, format="npy", stream=mx.cpu)
+    array = mx.load(reader, format="npy", stream=mx.cpu)  # type: ignore[arg-type]
     if not isinstance(array, mx.array) or array.shape != shape or array.dtype != _UNSIGNED[itemsize]:
         raise TypeError("mx.load made something else of a file in numpy's format")
     return array

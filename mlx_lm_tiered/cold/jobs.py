@@ -102,9 +102,9 @@ def describe(job: Job) -> tuple[Meta, dict[str, mx.array | kinds.Later]]:
     arrays = {name: tensor.array for name, tensor in dumped.tensors.items()}
     beside = None
     if job.companion is not None:
-        held = {COMPANION + name: array for name, array in job.companion.tensors.items()}
-        specs += [spec_of(name, array, None) for name, array in held.items()]
-        arrays |= held
+        own = {COMPANION + name: array for name, array in job.companion.tensors.items()}
+        specs += [spec_of(name, array, None) for name, array in own.items()]
+        arrays |= own
         beside = CompanionMeta(job.companion.schema, job.companion.version, job.companion.scalars, tuple(job.companion.tensors))
     shortest = shortest_cut(job.caches, job.length)
     meta = Meta(

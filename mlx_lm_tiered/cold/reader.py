@@ -102,15 +102,15 @@ class Assembly:
 
     def fill(self, reader: EntryReader, until: int, verify: bool) -> None:
         """Take what the entry needs from one file: its tokens before `until`. Raises BadEntry, first for tensors that are not those of the entry."""
-        tasks = [partial(reader.fill, landing, number, verify, *span) for landing, number, *span in self._parts(reader, until)]
+        tasks = [partial(reader.fill, landing, number, verify, *span) for landing, number, span in self._parts(reader, until)]
         run_all(tasks, alone=reader.status.st_size < ALONE)
 
     def filling(self, reader: EntryReader, until: int, verify: bool) -> Iterator[int]:
         """The same, piece by piece; gives the bytes of each."""
-        for landing, number, *span in self._parts(reader, until):
+        for landing, number, span in self._parts(reader, until):
             yield from reader.pieces(landing, number, verify, *span)
 
-    def _parts(self, reader: EntryReader, until: int) -> list[tuple[Landing, int, int, int | None, int]]:
+    def _parts(self, reader: EntryReader, until: int) -> list[tuple[Landing, int, tuple[int, int | None, int]]]:
         """What the entry needs from one file: the place and number of each tensor, and its tokens as for `Landing.runs`."""
         if not self._settled:
             self._settled = True
@@ -121,9 +121,9 @@ class Assembly:
         meta = reader.header.meta
         if until == self._meta.length:
             parts = enumerate(zip(self._landings, meta.by_token, strict=True), 1)
-            return [(landing, number, meta.start if part else 0, None, 0) for number, (landing, part) in parts]
+            return [(landing, number, (meta.start if part else 0, None, 0)) for number, (landing, part) in parts]
         numbered = zip(self._landings, shared(self._meta, meta), strict=True)
-        return [(landing, number, meta.start, until, meta.length - until) for landing, number in numbered if number]
+        return [(landing, number, (meta.start, until, meta.length - until)) for landing, number in numbered if number]
 
     def finish(self) -> dict[str, mx.array]:
         """The filled arrays by name; the assembly gives them up. Generation thread only."""

@@ -130,7 +130,8 @@ def _open(files: ExitStack, entry: ColdEntry) -> EntryReader:
 
 def _check_chain(entry: ColdEntry, readers: list[EntryReader]) -> list[int]:
     """Where each file starts, once it is clear that together they hold the tokens of `entry` and belong to each other. Raises Lost, Damaged."""
-    key, before, starts = b"", "", []
+    key, before = b"", ""
+    starts: list[int] = []
     for one, reader in zip(entry.chain, readers, strict=True):
         meta = reader.header.meta
         with _blaming(one, reader.status):

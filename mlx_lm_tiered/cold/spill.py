@@ -136,6 +136,7 @@ class SpillQueue:
                 job.tried_by_flush = self._flushes
                 if described is None:
                     self._pending.remove(job)
+                    assert error is not None
                     self._fail(job, error, retry=False)
                     continue
                 write = self._write(job, described[0])

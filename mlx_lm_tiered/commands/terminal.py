@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, overload
 
 from ..progress import Progress
 
@@ -58,6 +58,10 @@ def end_in_order() -> None:
             signal.signal(number, unwind)
 
 
+@overload
+def model(name: str) -> str: ...
+@overload
+def model(name: None) -> None: ...
 def model(name: str | None) -> str | None:
     """A model as the server takes it: a directory's path, or a hub name as it is."""
     if name is None:

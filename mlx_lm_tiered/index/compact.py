@@ -17,8 +17,11 @@ from .prefixes import PrefixIndex
 class Packed(Protocol):
     """What the index holds: anything with its tokens as of `pack`, and their number."""
 
-    packed: bytes
-    length: int
+    @property
+    def packed(self) -> bytes: ...
+
+    @property
+    def length(self) -> int: ...
 
 
 E = TypeVar("E", bound=Packed)

@@ -10,24 +10,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from .keys import WIDTH, common_tokens
 
 
-class Keyed(Protocol):
-    """What an index holds: anything with the key of its tokens. Keys do not change."""
-
-    key: bytes
-
-
-E = TypeVar("E", bound=Keyed)
+E = TypeVar("E")
 
 
 class PrefixIndex(Generic[E]):
     """Entries of one namespace, at most one per token sequence. Not thread-safe.
 
-    `attribute` is where an entry has its key, of `width` bytes a token.
+    `attribute` is where an entry has its key, of `width` bytes a token. Keys do not change.
     """
 
     def __init__(self, attribute: str = "key", width: int = WIDTH) -> None:

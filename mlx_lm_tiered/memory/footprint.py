@@ -74,7 +74,8 @@ def measure(model: Any, draft: Any = None, caches: Sequence[Any] | None = None, 
     Generation thread only. `draft` is a second model whose caches follow the first's.
     """
     models = [m for m in (model, draft) if m is not None]
-    weights = sum(array.nbytes for m in models for _, array in tree_flatten(m.parameters()))
+    parameters: list[Any] = [tree_flatten(m.parameters()) for m in models]
+    weights = sum(array.nbytes for named in parameters for _, array in named)
     if caches:
         return Footprint(weights, tuple(_layer(cache) for cache in _leaves(caches)))
     return Footprint(weights, tuple(layer for m in models for layer in _layers(m, plan_of)))

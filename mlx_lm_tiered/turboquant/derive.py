@@ -82,7 +82,7 @@ def sign_bits(dim: int) -> int:
     """Bit i is 1 where the sign of dimension i is plus."""
     import mlx.core as mx
 
-    drawn = mx.random.randint(0, 2, (dim,), key=mx.random.key(SEED)).tolist()
+    drawn: list[int] = mx.random.randint(0, 2, (dim,), key=mx.random.key(SEED)).tolist()  # type: ignore[assignment]
     return sum(bit << place for place, bit in enumerate(drawn))
 
 

@@ -19,7 +19,7 @@ class Argparse:
 
     def __init__(self, command: str):
         class ArgumentParser(argparse.ArgumentParser):
-            def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+            def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
                 argv = list(sys.argv[1:] if args is None else args)
                 if not (names_from_environment() or _flag_values(argv) is not None):
                     return super().parse_args(args, namespace)

@@ -16,12 +16,18 @@ log = logging.getLogger("mlx_lm_patches")
 
 
 def build(original: type, runtime: Runtime) -> type:
-    class BatchGenerator(original):  # type: ignore[misc, valid-type]
+    class BatchGenerator(original):
         """Upstream's generator. A fault of one row, or of the rows that one forward serves, is answered to them.
 
         Upstream lets go of a row in its table when its context was stopped and
         something is reported of it: so each row that failed is reported once more.
         """
+
+        _uid_count: int
+        _generation_batch: Any
+        _prompt_batch: Any
+        _currently_processing: list[Any]
+        _engine: Any
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)

@@ -74,7 +74,10 @@ def preparation_for(runtime: Runtime, generator: Any, request: Any, args: Any) -
         return None
     setattr(request, _TOKENIZED, (provider.model_key, result))
     source = runtime.source_for(provider.model_key)
-    hold = lambda: _hold(runtime, source, result[0], args)  # noqa: E731
+
+    def hold() -> Preparation | None:
+        return _hold(runtime, source, result[0], args)
+
     restore = checkpointing.prepare(runtime, source, lambda: prepare(provider.model_key, result[0]))
     return hold() if restore is None else Behind(restore, hold)
 

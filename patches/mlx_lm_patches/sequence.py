@@ -86,6 +86,7 @@ def _args(runtime: Runtime) -> Any:
 
 def _begun(runtime: Runtime, row: SequenceRow) -> Speculator | None:
     try:
+        assert runtime.speculation is not None
         return runtime.speculation.begin(row.model, row)
     except Exception as error:
         runtime.fault("beginning to speculate", error)

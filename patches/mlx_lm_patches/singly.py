@@ -65,7 +65,8 @@ def _save(following: Following, emitted: Sequence[int], sampler: Remembers, kwar
     pending = int(sampler.last.item())
     if pending in kwargs["tokenizer"].eos_token_ids:
         return  # the next token ends it
-    high, low = mx.random.state[0].tolist()
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
     tokens = [*following.prompt, *emitted]
     following.save(GenerationState(tokens, pending, kwargs["prompt_cache"], following.context, (high, low)))
 

@@ -158,11 +158,10 @@ def _joined(values: list[Any]) -> list[Any]:
     """The parts of an f-string with neighbouring texts merged and empty ones dropped, as parsers differ in this."""
     result: list[Any] = []
     for value in values:
-        text = value.value if isinstance(value, ast.Constant) else None
-        if text is None:
+        if not isinstance(value, ast.Constant) or value.value is None:
             result.append(value)
         elif result and isinstance(result[-1], str):
-            result[-1] += text
-        elif text:
-            result.append(str(text))
+            result[-1] += str(value.value)
+        elif value.value:
+            result.append(str(value.value))
     return result

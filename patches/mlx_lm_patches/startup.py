@@ -6,6 +6,7 @@ import ast
 import sys
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from . import finder
 
@@ -38,7 +39,7 @@ def loaded(module: ModuleType) -> None:
         _start_script()
 
 
-def bind(module: ModuleType, command: str) -> None:
+def bind(module: Any, command: str) -> None:
     """Give a command's module an `argparse` whose parser knows the plugins."""
     from .arguments import Argparse
 

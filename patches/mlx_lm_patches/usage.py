@@ -47,7 +47,7 @@ def tell(runtime: Runtime, context: Any, speculator: Speculator) -> None:
 def handler(base: type, runtime: Runtime) -> type:
     """The server's handler class, whose requests may say how many drafts they want, and whose answers say in `usage` what speculation did for them."""
 
-    class Handler(base):  # type: ignore[misc, valid-type]
+    class Handler(base):
         def validate_model_parameters(self) -> None:
             asked.mark(self)
             super().validate_model_parameters()

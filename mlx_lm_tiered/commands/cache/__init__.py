@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ..terminal import directory, positive, say, usage
 
@@ -62,7 +63,7 @@ def add_parsers(cache: argparse.ArgumentParser) -> None:
 
 
 def _command(
-    commands: argparse._SubParsersAction,
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
     help: str,
     *,
@@ -70,11 +71,11 @@ def _command(
     optional: bool = False,
     module: str = "",
     must_exist: bool = True,
-    **options: list[str],
+    **options: Any,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", **options)
     if first is not None:
-        parser.add_argument(first[0], metavar=first[1], help=first[2], **({"nargs": "?"} if optional else {}))
+        parser.add_argument(first[0], metavar=first[1], help=first[2], nargs="?" if optional else None)
     parser.add_argument("directory", nargs="?", metavar="DIR", help="the SSD tier's directory (default: $MLX_LM_TIERED_SSD_CACHE)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_runner(module or name, must_exist))

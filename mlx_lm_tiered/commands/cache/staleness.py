@@ -36,7 +36,7 @@ class Staleness:
     def _reason(self, provenance: Mapping[str, Any]) -> str:
         import mlx.core as mx  # not at the top: only this needs it of what the commands import
 
-        for key, package, here in (("mlx", "mlx", mx.__version__), ("mlx_lm", "mlx-lm", version("mlx-lm"))):
+        for key, package, here in (("mlx", "mlx", mx.__version__), ("mlx_lm", "mlx-lm", version("mlx-lm"))):  # type: ignore[attr-defined]
             made = provenance.get(key)
             if isinstance(made, str) and made != here:
                 return f"made by {package} {made}; {here} is installed"

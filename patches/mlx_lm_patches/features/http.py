@@ -56,7 +56,7 @@ def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
 def server(base: type, stopping: Stopping) -> type:
     """The server class, which tells `stopping` of its instance."""
 
-    class Server(base):  # type: ignore[misc, valid-type]
+    class Server(base):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             stopping.bound(self)
@@ -81,7 +81,7 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
     for method, path in table:
         allowed.setdefault(path, []).append(method)
 
-    class Handler(base):  # type: ignore[misc, valid-type]
+    class Handler(base):
         def plugin_route(self) -> bool:
             """Answer if the request is for a route. False when it is not."""
             url = urlsplit(self.path)
@@ -168,7 +168,7 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
             log.warning("a request failed: %s: %s", type(error).__name__, error)
             self.close_connection = True
             if not getattr(self, "plugin_sent", False):
-                self._headers_buffer = []  # upstream's 200, which waits for the body
+                self._headers_buffer: list[bytes] = []  # upstream's 200, which waits for the body
                 status, text = _status(error)
                 self.plugin_reply(_error(status, text), **_retry(error))
             elif self.stream:

@@ -70,7 +70,8 @@ def _record(model: Any, loaded: Loaded) -> None:
 def _weights(model: Any) -> tuple[int, ...]:
     from mlx.utils import tree_flatten
 
-    return tuple(id(array) for _, array in tree_flatten(model.parameters()))
+    leaves: Any = tree_flatten(model.parameters())  # (name, array), without a destination
+    return tuple(id(array) for _, array in leaves)
 
 
 def build_load_model(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ ROLES = ("assistant", "user", "system")
 
 
 def build(original: type, runtime: Runtime) -> type:
-    class LRUPromptCache(original):  # type: ignore[misc, valid-type]
+    class LRUPromptCache(original):
         """Upstream's prompt cache over a plugin's prefix cache; upstream's own storage keeps what the plugin does not know."""
 
         def __init__(self, max_size: int | None = None, max_bytes: int | None = None):
@@ -43,6 +43,7 @@ def build(original: type, runtime: Runtime) -> type:
 
         def _take(self, source: ModelSource, tokens: list[int]) -> Taken | None:
             try:
+                assert self._prefixes is not None
                 taken = self._prefixes.take(source, tokens) if tokens else None
                 # One token must be left: a forward of none has no logits, and upstream's thread dies of it.
                 if taken is not None and not 0 < taken.length < len(tokens):

@@ -123,7 +123,7 @@ def build_dispatch(original: Callable[..., Any], runtime: Runtime) -> Callable[.
 
 
 _UNTIL = "upstream batches quantized KV and takes its format from a plugin"
-_MAKE = dict(
+_MAKE: dict[str, Any] = dict(
     feature="schemes",
     qualname="make_prompt_cache",
     signature="(model, max_kv_size=)",
