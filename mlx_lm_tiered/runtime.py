@@ -420,6 +420,8 @@ class Runtime:
         from .storage import Storage
 
         self.storage = Storage(self.settings, self.statistics, self._busy, self._decoding, self._wake, restoring_bytes, self.guard.spare)
+        if self.checkpoints is not None:
+            self.checkpoints.adopted = lambda source, caches: self._adopted(source, caches, None)
         self._saver = Saver(self.storage, lambda: list(self._caches), self._wake, self._alive)
 
     def _min_tokens(self, serves: Serves) -> int:

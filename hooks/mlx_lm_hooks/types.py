@@ -248,6 +248,9 @@ class KVScheme(Protocol):
     def name(self, path: Path | None) -> str:
         """The `kv_scheme` of a model's `ModelSource`; ``plain`` where the model's KV stays as it is."""
 
+    def model_loaded(self, model: Any) -> None:
+        """A server has loaded a model and will answer with it."""
+
     def caches(self, model: Any, path: Path | None, caches: list[Any]) -> list[Any]:
         """What a generation begins with, given the empty caches that the model makes."""
 
@@ -268,6 +271,9 @@ class KVScheme(Protocol):
 
     def extend(self, batch: list[Any], other: list[Any]) -> list[Any]:
         """A batch with the rows of another behind its own. Both are given up."""
+
+    def short(self, caches: list[Any]) -> tuple[int, Refused] | None:
+        """Asked before a batch decodes its next tokens: a row for which there is no room, and what to tell its client. None where all rows have it."""
 
     def attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         """What stands in for upstream's quantized attention: the same parameters, and `sinks`. Asked for once."""

@@ -15,7 +15,7 @@ from ..schemes.convert import leaves
 from .affine import KINDS as AFFINE
 from .attention import ChunkedKind, ConcatenateKind, PlainKind
 from .batch import BatchKind, BatchRotatingKind
-from .kind import Dump, InconsistentLength, Kind, Later, Tensor, UnknownCacheClass, kind_of, kinds, made, register
+from .kind import Dump, InconsistentLength, Kind, Later, Tensor, UnknownCacheClass, kind_of, kinds, made, register, since
 from .nested import ListKind, all_can_cut, check_depth, common_length, dump_all, lend_all, load_all
 from .quantized import QuantizedKind
 from .recurrent import ArraysKind, LayerKind
@@ -24,7 +24,7 @@ from .turbo import KINDS as TURBO
 
 __all__ = [
     "Dump", "Dumped", "InconsistentLength", "Kind", "Later", "Tensor", "UnknownCacheClass", "can_cut", "check", "dump", "kind_of",
-    "kinds", "lend", "length", "load", "made", "merge_row", "minimum_reusable", "nbytes", "observe", "quantized", "register", "rest", "shared",
+    "kinds", "lend", "length", "load", "made", "merge_row", "minimum_reusable", "nbytes", "observe", "quantized", "register", "rest", "shared", "since",
     "signatures", "stay_cuttable", "stored_signatures",
 ]  # fmt: skip
 

@@ -19,11 +19,11 @@ class InconsistentLength(ValueError):
 
 
 class Later(NamedTuple):
-    """An array that is made when it is needed, and by then of this shape and type."""
+    """An array that is made when it is needed, and by then of this shape and type. `make(start)` gives what it has from token `start` on, to be computed before the cache is written to."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
-    make: Callable[[], mx.array]
+    make: Callable[[int], mx.array]
 
     @property
     def nbytes(self) -> int:
@@ -39,8 +39,22 @@ class Tensor(NamedTuple):
 
 
 def made(array: mx.array | Later) -> mx.array:
-    """The array itself. Generation thread only."""
-    return array.make() if isinstance(array, Later) else array
+    """The array itself; one that was made is computed. Generation thread only."""
+    if not isinstance(array, Later):
+        return array
+    array = array.make(0)
+    mx.eval(array)
+    return array
+
+
+def since(array: mx.array | Later, axis: int | None, start: int) -> mx.array:
+    """What an array has from token `start` on, tokens being along an axis; to be computed before the cache is written to. Generation thread only."""
+    if isinstance(array, Later):
+        return array.make(start)
+    if start == 0:
+        return array
+    assert axis is not None
+    return array[(slice(None),) * axis + (slice(start, None),)]
 
 
 class Dump(NamedTuple):

@@ -51,6 +51,8 @@ class Checkpoints:
         self._skipped: Counter[str] = Counter()
         self._resumed = self._ahead = self._tokens = self._taken = 0
         self._seconds = 0.0
+        # Restored caches as requests have theirs; None when there is no room for them.
+        self.adopted: Callable[[ModelSource, list[Any]], list[Any] | None] = lambda source, caches: caches
 
     # The contract
 
@@ -172,7 +174,7 @@ class Checkpoints:
         """Where a request goes on: what was read ahead of it, or else what is read now."""
         if (prepared := self.resumptions.claim(source, attempt.namespace)) is not None:
             restored = prepared.caches()
-            state = self._accept(attempt, prompt, *restored) if restored is not None else None
+            state = self._accept(source, attempt, prompt, *restored) if restored is not None else None
             self._ahead += state is not None
             return state
         # One that turns out damaged leaves the index; the one before it may serve.
@@ -180,17 +182,23 @@ class Checkpoints:
             if (entry := self._newest(source, attempt.namespace, prompt)) is None:
                 return None
             if (caches := self._store.restore(entry)) is not None:
-                return self._accept(attempt, prompt, entry, caches)
+                return self._accept(source, attempt, prompt, entry, caches)
         return None
 
-    def _accept(self, attempt: Attempt, prompt: Sequence[int], entry: ColdEntry, caches: Restored) -> GenerationState | None:
+    def _accept(self, source: ModelSource, attempt: Attempt, prompt: Sequence[int], entry: ColdEntry, caches: Restored) -> GenerationState | None:
         """The state that an entry holds, from which this attempt then goes on."""
         state = state_of(list(caches), entry.key, prompt, caches.companion)
-        if state is not None:
-            attempt.durable, attempt.signatures = entry, signatures(caches)
-            self._resumed += 1
-            self._tokens += entry.length - len(prompt)
-        return state
+        if state is None:
+            return None
+        stored = signatures(caches)
+        held = self.adopted(source, state.caches)
+        if held is None:
+            self.skipped("no-blocks")
+            return None
+        attempt.durable, attempt.signatures = entry, stored
+        self._resumed += 1
+        self._tokens += entry.length - len(prompt)
+        return state._replace(caches=held)
 
 
 class RequestCheckpoints:

@@ -78,23 +78,17 @@ def take(attempt: Attempt, state: GenerationState) -> Snapshot:
     }
     key = token_key(state.tokens)
     job = Job(attempt.identity, attempt.namespace, key, state.caches, "assistant", companion=Companion(SCHEMA, VERSION, scalars))
-    meta, described = describe(job)
-    arrays = {name: kinds.made(array) for name, array in described.items()}
+    meta, arrays = describe(job)
     parent = attempt.basis
     if parent is not None and (len(parent.chain) >= MAX_CHAIN or attempt.signatures != meta.signatures or parent.length >= meta.length):
         parent = None
     start = parent.length if parent is not None else 0
     wanted = {
-        spec.name: mx.contiguous(_since(arrays[spec.name], spec.grow_axis, start) if part and start else arrays[spec.name])
+        spec.name: mx.contiguous(kinds.since(arrays[spec.name], spec.grow_axis, start if part else 0))
         for spec, part in zip(meta.tensors, meta.by_token, strict=True)
     }
     mx.eval(list(wanted.values()))  # once, not a wait for each
     return Snapshot(attempt, key, meta, [(name, to_bytes(array)) for name, array in wanted.items()], parent)
-
-
-def _since(array: mx.array, axis: int | None, start: int) -> mx.array:
-    assert axis is not None
-    return array[(slice(None),) * axis + (slice(start, None),)]
 
 
 def state_of(caches: list[object], key: bytes, prompt: Sequence[int], companion: Companion | None) -> GenerationState | None:

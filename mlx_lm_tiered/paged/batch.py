@@ -142,19 +142,16 @@ class BatchPagedKVCache(_BaseCache):
         table = self.tables[idx]
         return PagedKVCache(table.fork(self.layer, table.length(self.layer)), self.layer)
 
-    def lent(self, key: object = None) -> BatchPagedKVCache:
+    def lent(self) -> BatchPagedKVCache:
         """The same rows over the same blocks."""
-        return BatchPagedKVCache([table.fork(self.layer, table.length(self.layer), key) for table in self.tables], self.layer)
+        return BatchPagedKVCache([table.fork(self.layer, table.length(self.layer)) for table in self.tables], self.layer)
 
     def __copy__(self) -> BatchPagedKVCache:
         return self.lent()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchPagedKVCache:
-        # mlx-lm splits a batch into two copies and drops each row from one of them.
-        made = self.lent(id(memo))
-        for table, mine in zip(made.tables, self.tables, strict=True):
-            table.reservation = mine.reservation
-        return made
+        # mlx-lm splits a batch into two copies and drops each row from one of them: tables move with their rows.
+        return BatchPagedKVCache(self.tables, self.layer)
 
     @property
     def state(self) -> Any:

@@ -100,11 +100,8 @@ class PagedKVCache(_BaseCache):
         """One of its `tensors` (see `Sides`) as it will be read out of the blocks, which must not be written to until then."""
         plane, tokens = self.sides.tensors[tensor], self.offset
 
-        def make() -> mx.array:
-            # Several runs are a copy already; a view must not outlive this call.
-            array = self.storage.arenas.copied(self.layer, tensor, self.table.slots(0, tokens))
-            mx.eval(array)
-            return array
+        def make(start: int) -> mx.array:
+            return self.storage.arenas.copied(self.layer, tensor, self.table.slots(start, tokens))
 
         return Later((1, plane.heads, tokens, plane.width), plane.dtype, make)
 

@@ -15,8 +15,6 @@ def check(settings: Settings, spec: Spec, invocation: Invocation) -> None:
     if spec.start > 0:
         advice = "add --quantized-kv-start 0" if spec.origin == "--kv-bits" else f"use {spec.form.word}:{spec.form}"
         raise UsageError(f"--paged-kv has blocks of one form, and {spec.origin} {spec} changes it at token {spec.start}; {advice}")
-    if settings.generation_checkpoint:
-        raise UsageError("--paged-kv and --generation-checkpoint cannot be combined yet; leave one of them out")
     for name in ("prompt_cache_bytes", "prompt_cache_size"):
         if getattr(settings, name) == 0:
             raise UsageError(f"--paged-kv needs the RAM tier, which {flag(name)} 0 switches off; leave one of them out")

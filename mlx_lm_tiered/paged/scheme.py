@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from mlx_lm_hooks import Refused
+
 from ..caches import nested
 from ..caches.kind import kind_named, register
 from ..caches.paged import KINDS
@@ -15,9 +17,11 @@ from ..schemes.convert import leaves
 from ..schemes.scheme import Scheme
 from ..statistics import Statistics
 from . import attention, plan
+from .batch import BatchPagedKVCache
 from .cache import PagedKVCache
 from .moving import into_blocks, layers_of, out_of_blocks
 from .plan import Plan
+from .pool import PoolExhausted
 from .table import Storage, Table
 
 logger = logging.getLogger("mlx_lm_tiered")
@@ -59,6 +63,12 @@ class Pages:
     def name(self, path: Path | None) -> str:
         return "plain" if self.scheme is None else self.scheme.name(path)
 
+    def model_loaded(self, model: Any) -> None:
+        """Make its pool, as the first request may have a prefix restored into it."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        make_prompt_cache(model)  # asks for `caches`
+
     def caches(self, model: Any, path: Path | None, caches: list[Any]) -> list[Any]:
         if self.scheme is not None:
             caches = self.scheme.caches(model, path, caches)
@@ -90,6 +100,20 @@ class Pages:
         for cache, more in zip(batch, other, strict=True):
             cache.extend(more)
         return batch
+
+    def short(self, caches: list[Any]) -> tuple[int, Refused] | None:
+        """A row that cannot have the block of its next token. The others have theirs then, or a promise of it."""
+        tables = next((leaf.tables for leaf in leaves(caches) if isinstance(leaf, BatchPagedKVCache)), [])
+        if not tables or tables[0].storage.pool.available >= len(tables):
+            return None
+        for row, table in enumerate(tables):
+            if table.reservation is not None and table.reservation.left:
+                continue
+            try:
+                table.make_room(1)
+            except PoolExhausted as error:
+                return row, error.with_traceback(None)
+        return None
 
     def attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         return attention.build(upstream if self.scheme is None else self.scheme.attention(upstream))

@@ -155,14 +155,14 @@ class Table:
         Raises PoolExhausted; then the layer has what it had.
         """
         start = self.length(layer)
-        stop = start + count
-        self._own(start // self.storage.block, self.storage.blocks_for(stop))
-        missing = self.storage.blocks_for(stop) - len(self.blocks)
-        if missing > 0:
-            self._set(self.blocks + self._take(missing, self.blocks[-1] if self.blocks else None))
-        self.lengths[layer] = stop
-        self._fork = None
+        self._room(start, start + count)
+        self.lengths[layer] = start + count
         return start
+
+    def make_room(self, count: int) -> None:
+        """The same ahead, behind the tokens that there are: no layer has them yet. Raises PoolExhausted."""
+        start = max(length or 0 for length in self.lengths)
+        self._room(start, start + count)
 
     def trim(self, layer: int, count: int) -> int:
         """Take a layer's last tokens away, `count` or as many as it has; blocks that no layer needs are freed. Returns how many."""
@@ -203,6 +203,14 @@ class Table:
         """Have `blocks` more promised, `copies` of them for blocks that are shared already. Raises PoolExhausted."""
         if blocks > 0:
             self.reservation = Reservation(self.storage.pool, blocks, copies)
+
+    def _room(self, start: int, stop: int) -> None:
+        """Have blocks for the tokens from `start` to `stop` that no other table holds."""
+        self._own(start // self.storage.block, self.storage.blocks_for(stop))
+        missing = self.storage.blocks_for(stop) - len(self.blocks)
+        if missing > 0:
+            self._set(self.blocks + self._take(missing, self.blocks[-1] if self.blocks else None))
+        self._fork = None
 
     def _own(self, first: int, stop: int) -> None:
         """Copy those of the blocks from `first` to `stop` that others hold as well."""

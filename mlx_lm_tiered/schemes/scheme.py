@@ -49,6 +49,9 @@ class Scheme:
         text = ",".join(f"{index}={affine}" for index, affine in sorted(layers.items())) if isinstance(layers, dict) else ""
         return f"config:{hashlib.sha256(text.encode()).hexdigest()[:16]}" if text else "plain"
 
+    def model_loaded(self, model: Any) -> None:
+        """Its plan is made when it is asked for caches."""
+
     def caches(self, model: Any, path: Path | None, caches: list[Any]) -> list[Any]:
         """A model's fresh caches as the scheme has them; under a start above 0 they begin as they are."""
         found = self._plan(model, path, caches)
@@ -93,6 +96,9 @@ class Scheme:
     def extend(self, batch: list[Any], other: list[Any]) -> list[Any]:
         """A batch with the rows of another behind its own; both are given up."""
         return [_extended(cache, more) for cache, more in zip(batch, other, strict=True)]
+
+    def short(self, caches: list[Any]) -> None:
+        """Room is the memory guard's to watch."""
 
     def attention(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         """What stands in for mlx-lm's quantized attention."""

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from mlx_lm_hooks.types import Refused
+
 from . import usage
 from .admitting import Watch, admit_row
 from .checkpointing import rows
@@ -67,6 +69,7 @@ def build(original: type, runtime: Runtime) -> type:
             if self._engine is None:
                 return super().next()
             self._decoding, self._decoded = False, []
+            self._end_short()
             try:
                 prompts, responses = super().next()
             except Exception as error:
@@ -102,15 +105,27 @@ def build(original: type, runtime: Runtime) -> type:
 
         def _end_rows(self) -> None:
             """End rows, the newest first, until the plugins let the others go on."""
+            while (end := self._watch.ask(self)) is not None and end[0] in self._rows:
+                self._end(*end)
+
+        def _end_short(self) -> None:
+            """End the rows for which the plugin's scheme has no room, so that the step of the others does not fail."""
+            scheme, batch = runtime.scheme, self._generation_batch
+            try:
+                while scheme is not None and batch.uids and (short := scheme.short(batch.prompt_cache)) is not None:
+                    self._end(batch.uids[short[0]], short[1])
+            except Exception as error:
+                runtime.fault("looking for room", error)
+
+        def _end(self, uid: int, refused: Refused) -> None:
+            """End a row that decodes; what it computed is stored."""
             import mlx.core as mx
 
-            while (end := self._watch.ask(self)) is not None and end[0] in self._rows:
-                uid, refused = end
-                self._keep([uid])
-                super().remove([uid])
-                # What is left is a graph over the whole batch until it is computed.
-                mx.eval([cache.state for cache in self._generation_batch.prompt_cache])
-                self._rows[uid].fail(refused)
+            self._keep([uid])
+            super().remove([uid])
+            # What is left is a graph over the whole batch until it is computed.
+            mx.eval([cache.state for cache in self._generation_batch.prompt_cache])
+            self._rows[uid].fail(refused)
 
         def _failed(self, row: Row) -> None:
             if row.uid in self._rows:

@@ -16,7 +16,9 @@ from mlx_lm_tiered.paged import attention
 from mlx_lm_tiered.paged.admission import longest
 from mlx_lm_tiered.paged.batch import BatchPagedKVCache
 from mlx_lm_tiered.paged.cache import PagedKVCache
+from mlx_lm_tiered.paged.scheme import Pages
 from mlx_lm_tiered.speculation.rollback import Rollback
+from mlx_lm_tiered.statistics import Statistics
 
 PROMPTS = [TOKENS[start : start + length] for start, length in ((0, 5), (9, 37), (50, 16), (70, 60), (140, 2), (150, 33))]
 BATCHED = [name for name in WITH_FULL_ATTENTION if all(hasattr(cache, "merge") for cache in make_prompt_cache(model_of(name)))]
@@ -157,6 +159,39 @@ def test_masks_of_arrays_are_mlx_lms_own(tokens: int, window: int | None):
     options = {"window_size": window} if window is not None else {}
     assert mx.array_equal(paged.make_mask(tokens, return_array=True, **options), theirs.make_mask(tokens, return_array=True, **options))
     assert paged.offset.tolist() == theirs.offset.tolist()
+
+
+def test_a_row_without_a_block_is_found_before_the_step_and_the_others_go_on():
+    storage = storage_for("dense", 16, 0)  # 4 blocks
+    batch = batch_of(storage, [16, 20, 9])
+    pages = Pages(16, 0, Statistics())
+    assert storage.pool.available == 0 and (short := pages.short(batch)) is not None
+    row, refused = short
+    assert (row, refused.status) == (0, 503) and "1 blocks of KV were needed and 0 of 4 were free" in str(refused)
+    assert batch[0].lengths == batch[2].lengths == [16, 20, 9] and refused.__traceback__ is None
+    for cache in batch:
+        cache.filter([1, 2])
+    assert pages.short(batch) is None
+    mx.eval(model_of("dense")(mx.array([[5], [6]]), cache=batch))
+    assert batch[0].lengths == batch[2].lengths == [21, 10] and storage.pool.used == 3
+
+
+def test_what_is_promised_to_a_row_is_no_other_rows():
+    storage = storage_for("dense", 16, 0)
+    batch = batch_of(storage, [16, 32])
+    batch[0].tables[0].reserve(1)
+    assert storage.pool.available == 0 and Pages(16, 0, Statistics()).short(batch)[0] == 1  # type: ignore[index]
+    for cache in batch:
+        cache.filter([0])
+    mx.eval(model_of("dense")(mx.array([[5]]), cache=batch))
+    assert batch[0].lengths == [17] and storage.pool.reserved == 0
+
+
+def test_a_block_that_was_found_is_the_rows_own():
+    storage = storage_for("dense", 16, 0)
+    batch = batch_of(storage, [32, 16])
+    assert storage.pool.available == 1 and Pages(16, 0, Statistics()).short(batch)[0] == 1  # type: ignore[index]
+    assert len(batch[0].tables[0].blocks) == 3 and storage.pool.available == 0 and batch[0].lengths == [32, 16]
 
 
 def test_one_row_is_a_row_without_a_copy_and_of_a_kind():

@@ -161,6 +161,15 @@ def test_reading_for_the_disk_leaves_no_handle_on_an_arena():
     assert equal(last, plain[2].keys[:, :, :50])
 
 
+def test_the_newest_tokens_can_be_read_alone():
+    storage = storage_for("dense", 16)
+    caches = new_caches("dense", storage)
+    forward("dense", caches, TOKENS[:50])
+    for tensor in kinds.dump(caches).tensors.values():
+        assert equal(kinds.since(tensor.array, tensor.grow_axis, 21), kinds.made(tensor.array)[:, :, 21:])
+        assert equal(kinds.since(kinds.made(tensor.array), tensor.grow_axis, 21), kinds.made(tensor.array)[:, :, 21:])
+
+
 def test_a_pool_that_is_too_small_says_so_and_the_cache_keeps_what_it_had():
     storage = storage_for("dense", 16, 0)
     caches = new_caches("dense", storage)

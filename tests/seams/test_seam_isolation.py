@@ -9,6 +9,8 @@ import pytest
 from support.waiting import until
 from test_seam_server import ask, serving
 
+from mlx_lm_hooks.types import Refused
+
 TEXTS = ("first", "second", "third")
 LENGTH = 60
 LONG = 700  # decodes on when upstream looks for the next request, twice a second
@@ -60,6 +62,50 @@ def check(generator, answers, plain, broken):
         else:
             assert answer == plain[text], text
     assert generator.is_healthy and ask(generator, "third", max_tokens=LENGTH)[0] == plain["third"]
+
+
+class Short:
+    """A KV scheme under which a row of three finds no room once."""
+
+    start = 0
+
+    def __init__(self):
+        self.ended = 0
+
+    def name(self, path):
+        return "plain"
+
+    def caches(self, model, path, caches):
+        return caches
+
+    def model_loaded(self, model):
+        self.model = model
+
+    def converts(self, model):
+        return False
+
+    def plain_class(self, cache):
+        return type(cache)
+
+    def attention(self, upstream):
+        return upstream
+
+    def short(self, caches):
+        if self.ended or not caches or len(caches[0].offset) < 3:
+            return None
+        self.ended += 1
+        return 1, Refused(503, "no room", 7)
+
+
+def test_a_row_for_which_there_is_no_room_ends_before_the_step_of_the_others(tiny_llama, plain):
+    scheme = Short()
+    with serving(tiny_llama, scheme=scheme) as (plugin, generator):
+        answers = together(generator)
+        check_again = ask(generator, "third", max_tokens=LENGTH)[0]
+    (refused,) = [answer for answer in answers.values() if isinstance(answer, Exception)]
+    assert isinstance(refused, Refused) and (refused.status, refused.retry_after) == (503, 7) and scheme.ended == 1
+    assert all(answer in (refused, plain[text]) for text, answer in answers.items()) and check_again == plain["third"]
+    assert sum(put["role"] == "assistant" for put in plugin.named("put")) == 4, "what it computed is stored as well"
 
 
 @pytest.mark.parametrize("part", ["_make_sampler", "_make_logits_processors"])

@@ -40,13 +40,13 @@ def arguments(*argv: str):
 
 
 @contextmanager
-def serving(model, *argv: str, thinking: str | None = None):
-    """A witness and a generator that serves `model`."""
+def serving(model, *argv: str, thinking: str | None = None, scheme=None):
+    """A witness, with a KV scheme or none, and a generator that serves `model`."""
     import mlx_lm.server as server
 
     args = arguments("--model", str(model), *argv)
     plugin = Witness()
-    plugin.timeout = 10.0
+    plugin.timeout, plugin.scheme = 10.0, scheme
     host.activate(plugin.plugins(), Invocation("server", args))
     provider = server.ModelProvider(args)
     generator = server.ResponseGenerator(provider, server.LRUPromptCache(args.prompt_cache_size))

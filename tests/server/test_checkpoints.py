@@ -17,6 +17,7 @@ from support.server import Answer, RequestFailed, Server, tiered, user
 
 CHAT = "/v1/chat/completions"
 EVERY = "8"
+PAGED = ["--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "16MB"]
 TOKENS = 900
 PROMPT = user("Tell me about lists.")
 
@@ -27,6 +28,8 @@ CASES = {
     "lfm2": ("lfm2", {}),
     "lfm2, speculating": ("lfm2", {}),
     "lfm2, drafted for": ("lfm2", {}),
+    "llama, two rows, paged": ("llama", {}, {"messages": user("What is a tuple?"), "repetition_penalty": 1.2, "repetition_context_size": 40}),
+    "gemma4_text, drafted for, paged": ("gemma4_text", {}),
     "llama, single": ("llama", {"seed": 7, "temperature": 0.8, "repetition_penalty": 1.3, "repetition_context_size": 40}),
 }
 
@@ -82,21 +85,31 @@ def test_a_killed_generation_goes_on(case, cache_dir, tmp_path):
     family, *options = CASES[case]
     requests = [body(**one) for one in options]
     drafts = {"speculating": ["--speculation", "ngram"], "drafted for": ["--draft-model", str(TINY["llama"])]}
-    flags = ["--generation-checkpoint", EVERY, *drafts.get(case.partition(", ")[2], [])]
+    drafting = [flag for name, given in drafts.items() if name in case for flag in given]
+    flags = ["--generation-checkpoint", EVERY, *drafting, *(PAGED if "paged" in case else [])]
     server = tiered(TINY[family], cache_dir, *flags, log=tmp_path / "log")
     interrupted(server, cache_dir, *requests)
+    if case == "llama, two rows, paged":
+        # Where there will never be room for it, its checkpoint stays.
+        with tiered(TINY[family], cache_dir, *flags[:-1], "30kB", log=tmp_path / "log") as server:
+            with pytest.raises(RequestFailed, match="more than the .* of the pool"):
+                answers(server, requests[0])
+            assert checkpoints(server)["skipped"] == {"no-blocks": 1} and server.stats()["paged"]["blocks_used"] == 0
     with tiered(TINY[family], cache_dir, *flags, log=tmp_path / "log") as server:
         got = answers(server, *requests)
         seen = server.stats()
         want = answers(server, *requests)  # the checkpoints are void: from the beginning
         assert checkpoints(server)["resumed"] == len(requests)
+        if "paged" in case:
+            # What was restored went on in blocks, and leaves those of the stored answer.
+            assert seen["paged"]["blocks_used"] * 16 >= TOKENS and seen["paged"]["blocks_reserved"] == seen["paged"]["refused_503"] == 0
     if "seed" in requests[0]:
         # Upstream's sequential path shows logits processors only what of the prompt was not reused, so reuse changes the answer.
         with tiered(TINY[family], None, log=tmp_path / "log") as server:
             want = answers(server, *requests)
     assert seen["checkpoints"]["resumed"] == len(requests) and seen["checkpoints"]["resumed_tokens"] >= int(EVERY) * len(requests)
     assert seen["faults"] == {}
-    if len(flags) > 2:
+    if drafting:
         # A draft model's caches hold nothing of it after the kill: they catch up with what was generated before.
         assert seen["speculation"]["accepted"] > 0 and seen["speculation"]["drafted"] < TOKENS * 4
     if seen["speculation"] and seen["speculation"]["draft_model"]:

@@ -103,6 +103,9 @@ def test_every_tier_gives_the_tokens_of_caches_without_paging(family, scheme, ca
         assert [one.tokens for one in again] == expected and all(one.cached_tokens > 0 for one in again)
         assert ask(server, TEXTS[2] + " and").tokens and server.terminate() == 0
     with tiered(model, cache_dir, *PAGED, *RESTORE, *form, log=tmp_path / "third") as server:
+        # The first that comes is restored: it is in blocks, as those are that join it.
+        assert together(server) == expected and server.stats()["hits_by_tier"]["ssd"] > 0
+        assert server.stats()["paged"]["blocks_used"] * server.stats()["paged"]["block_bytes"] == server.stats()["ram"]["bytes"]
         again = [ask(server, text) for text in TEXTS]
         assert [one.tokens for one in again] == expected and all(one.cached_tokens > 0 for one in again)
         assert server.stats()["faults"] == {}
@@ -178,7 +181,6 @@ def test_a_client_that_goes_away_in_prefill_or_while_it_waits_leaves_no_promise(
         (["--paged-kv", "--kv-scheme", "affine:4@100"], "--paged-kv has blocks of one form, and --kv-scheme affine:4:64@100 changes it at token 100; use affine:4:64"),
         (["--paged-kv", "--kv-scheme", "turbo@9"], "--paged-kv has blocks of one form, and --kv-scheme turbo:k8v3@9 changes it at token 9; use turbo:k8v3"),
         (["--paged-kv", "--kv-bits", "4"], "--paged-kv has blocks of one form, and --kv-bits affine:4:64@5000 changes it at token 5000; add --quantized-kv-start 0"),
-        (["--paged-kv", "--generation-checkpoint", "64", "--ssd-cache", "TMP"], "--paged-kv and --generation-checkpoint cannot be combined yet"),
         (["--paged-kv", "--prompt-cache-bytes", "0"], "--paged-kv needs the RAM tier, which --prompt-cache-bytes 0 switches off"),
         (["--paged-kv", "--prompt-cache-size", "0"], "--paged-kv needs the RAM tier, which --prompt-cache-size 0 switches off"),
         (["--paged-kv", "--paged-kv-block-size", "0"], "--paged-kv-block-size 0: a block has at least one token"),

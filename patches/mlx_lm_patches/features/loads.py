@@ -127,11 +127,12 @@ def build_provider_load(original: Callable[..., Any], runtime: Runtime) -> Calla
                 runtime.plugins.model_loaded(source)
             except Exception as error:
                 runtime.fault("announcing a model", error)
-            if runtime.speculation is not None:
+            for interested in runtime.scheme, runtime.speculation:
                 try:
-                    runtime.speculation.model_loaded(self.model)
+                    if interested is not None:
+                        interested.model_loaded(self.model)
                 except Exception as error:
-                    runtime.fault("looking at a model for speculation", error)
+                    runtime.fault("preparing for a model", error)
         return result
 
     return _load
