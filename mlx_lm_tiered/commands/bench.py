@@ -93,7 +93,11 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(guard, "--decode-tokens", 600, "tokens decoded in each measurement")
     count(guard, "--repeats", 8, "pairs of measurements", "R")
     guard.set_defaults(run=run_bench_guard)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, concurrent, guard):
+    polling = benches.add_parser("polling", help="decode speed while the status page is open and the metrics are scraped, over that while nobody looks")
+    count(polling, "--seconds", 5, "seconds of each measurement")
+    count(polling, "--repeats", 12, "pairs of measurements", "R")
+    polling.set_defaults(run=run_bench_polling)
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, concurrent, guard, polling):
         parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub name of a model")
     restoring = benches.add_parser("restore", help="speed of a restore over that of a raw read of the same files, warm and cold")
     count(restoring, "--tokens", 6000, "tokens of the entry, each 131 kB")
@@ -112,7 +116,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     kernels.add_argument("parts", nargs="*", metavar="PART", help="of self-test, steps, sweep, model, blocks, blocks-sweep (default: self-test, steps, model)")
     kernels.add_argument("--sweep", action="store_true", help="also measure every way to cut up the work")
     kernels.set_defaults(run=run_bench_kernels)
-    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, paged, concurrent, guard, restoring, start_up, kernels, peak):
+    for parser in (restart, overhead, writes, stall, index, checkpoint, schemes, needle, turbo, paged, concurrent, guard, polling, restoring, start_up, kernels, peak):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
@@ -187,6 +191,12 @@ def run_bench_guard(args: argparse.Namespace) -> int:
         lambda: guard.run(Path(model(args.model)), args.decode_tokens, args.repeats),
         differing,
     )
+
+
+def run_bench_polling(args: argparse.Namespace) -> int:
+    from ..bench import polling
+
+    return run_measurement(args, lambda: polling.run(Path(model(args.model)), args.seconds, args.repeats))
 
 
 def run_bench_checkpoint(args: argparse.Namespace) -> int:

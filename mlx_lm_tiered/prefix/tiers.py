@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from .demotion import Demotion
 from .lookup import Lookup, Nearest, parting, why_not_more
 from .preparing import Preparation, Preparations
 from .ram import Entry, RamTier, usable_by
+from .telling import Telling
 from .unsaved import Unsaved
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..cold.spill import SpillQueue
     from .choice import Decision
     from .ssd import SsdTier
-
-logger = logging.getLogger("mlx_lm_tiered")
 
 
 class TieredPrefixCache:
@@ -61,6 +59,7 @@ class TieredPrefixCache:
         self.estimate: Callable[[ModelSource, int], float | None] = lambda source, tokens: None
         # Caches of any tier as a source's requests have theirs, restored ones given what is in memory of their prefix; None when there is no room for them.
         self.adopted: Callable[[ModelSource, list[Any], tuple[Entry, int] | None], list[Any] | None] = lambda source, caches, lender: caches
+        self._telling = Telling()
         self.unsaved = Unsaved(max_unsaved_bytes, ram.__contains__)
         ram.on_evict = self._evicted
         self.demotion = None if ssd is None else Demotion(ram, ssd, statistics, demote_idle)
@@ -149,6 +148,7 @@ class TieredPrefixCache:
 
     def idle_turn(self) -> bool:
         """One bounded step: compute an entry's arrays, queue one that waited for its model's fingerprint, or demote one. Whether there was something to do."""
+        self._telling.turn()
         if (entry := next((e for e in self.ram if not e.settled), None)) is not None:
             # Rows come out of upstream's batch as graphs that keep the whole batch's buffers alive.
             mx.eval([cache.state for cache in entry.caches])
@@ -211,7 +211,7 @@ class TieredPrefixCache:
         )  # fmt: skip
         self._statistics.looked_up(tier, len(tokens), reused, saved or 0.0)
         self.on_lookup(lookup)
-        logger.info("%s", lookup)
+        self._telling.tell(lookup)
 
     def _nearest(self, source: ModelSource, key: bytes) -> Nearest | None:
         """The stored sequence that shares most with these tokens."""

@@ -7,6 +7,7 @@ documentation has both side by side).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -148,6 +149,7 @@ HISTOGRAMS = {
 }
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """The labels of ``mlx_lm_build_info``."""
     from importlib.metadata import PackageNotFoundError, version

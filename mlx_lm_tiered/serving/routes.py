@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from ..settings import parse_seconds
 from .metrics import Exporter
 from .probe import Prober
 from .replies import reply as _json
+
+logger = logging.getLogger("mlx_lm_tiered")
 
 # A flush waits for running requests; a client that cannot wait as long says so.
 FLUSH_TIMEOUT = 600.0
@@ -31,6 +34,8 @@ def _page(runtime: Runtime, access: str) -> list[Route]:
     from .page.page import Page
     from .page.render import STATIC
 
+    if (url := _url(runtime)) is not None:
+        logger.info("status page at %s/tiered", url)
     page = Page(runtime)
     actions = Actions(runtime, page)
     return [
@@ -40,6 +45,15 @@ def _page(runtime: Runtime, access: str) -> list[Route]:
         *(Route("GET", f"/tiered/{name}", page.static, access) for name in STATIC),
         *(Route("POST", f"/tiered/{name}", actions.handler(name), access) for name in actions.table),
     ]
+
+
+def _url(runtime: Runtime) -> str | None:
+    """Where this machine reaches the server; None when that is not known before it listens."""
+    host, port = getattr(runtime.args, "host", None), getattr(runtime.args, "port", None)
+    if host is None or not port:
+        return None
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _administration(runtime: Runtime, access: str) -> list[Route]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from mlx_lm_hooks import Request, Served
 from prometheus import FOUND, prometheus
-from support.models import document
+from support.models import ENDLESS, document
 from support.server import tiered
 
+from mlx_lm_tiered.bench import polling
 from mlx_lm_tiered.histogram import Histogram
 from mlx_lm_tiered.runtime import Runtime
 from mlx_lm_tiered.served import KEPT, NOTE, Requests
@@ -71,6 +73,17 @@ def test_the_figures_are_those_of_the_statistics(server):
 def test_who_accepts_openmetrics_gets_it(server):
     status, body = server.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     assert status == 200 and body.endswith(b"# EOF\n")
+
+
+def test_what_looking_costs_is_measured(server):
+    """`bench polling`'s pieces, shorter; it makes the server by itself."""
+    with polling._Stream(server, ENDLESS) as stream:
+        for number in range(2):
+            pair = polling._pair(server, stream, number, 0.5, 0.2)
+            assert list(pair) == [["looking", "alone"], ["alone", "looking"]][number] and min(pair.values()) > 1
+    with polling._Looking(server, 0.1) as looking:
+        time.sleep(0.5)
+    assert looking.looks >= 2 and looking.bytes > 10_000
 
 
 @pytest.mark.skipif(FOUND is None, reason="there is no prometheus here (Debian's package is called that)")

@@ -19,7 +19,7 @@ from .render import SECTIONS, STATIC, Renderer, static
 from .state import figures, lists
 
 EVERY = 1.0  # seconds between two looks
-SHARE = 0.002  # of the time, that each part of looking and making HTML may take
+SHARE = 0.001  # of the time, that each part of looking and making HTML may take
 LONGEST = 5.0  # seconds between two looks, whatever they take
 READERS = 16  # streams of events at once: each has a thread
 HEADERS = {

@@ -96,6 +96,7 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
             if route.access == "local" and not local:
                 self.plugin_reply(_error(403, "only for clients on this machine"))
                 return True
+            self.plugin_read_only = self.command == "GET"
             body = self.plugin_body()
             if body is None:
                 self.plugin_reply(_error(413, f"the body must have a length of at most {LARGEST_BODY} bytes"))
@@ -108,6 +109,11 @@ def handler(base: type, routes: list[Route], stopping: Stopping, runtime: Runtim
                 reply = _error(500, f"{type(error).__name__}: {error}")
             self.plugin_reply(reply)
             return True
+
+        def log_request(self, code: Any = "-", size: Any = "-") -> None:
+            # Who looks every second must not fill the log.
+            if not (getattr(self, "plugin_read_only", False) and code == 200):
+                super().log_request(code, size)
 
         def plugin_body(self) -> bytes | None:
             try:
