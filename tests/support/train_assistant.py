@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train an assistant for the tiny Gemma 4, for tests and for `bench speculative`.
 
-    train_assistant.py TARGET_DIR OUT_DIR [--seconds 240] [--hidden-size 64]
+    train_assistant.py TARGET_DIR OUT_DIR [--seconds 240] [--hidden-size 64] [--text DIR]
 
 Writes an artifact as Gemma 4's assistants are. The text is that of `train_tiny.py`. The
 target stays as it is: the assistant learns its distributions, from its hidden states
@@ -98,10 +98,11 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=192)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--text", type=Path, metavar="DIR", help="as for the target")
     options = parser.parse_args()
     mx.random.seed(0)
     target, tokenizer = load(str(options.target))
-    text = "\n\n".join(documents())
+    text = "\n\n".join(documents(options.text))
     tokens = mx.array(tokenizer.encode(text))
     told = description(target, options.hidden_size)
     options.out.mkdir(parents=True, exist_ok=True)
