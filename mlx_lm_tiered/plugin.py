@@ -176,8 +176,13 @@ def mlx_lm_admit(request: Admission) -> Refused | None:
 
 
 @hookimpl
-def mlx_lm_hold(source: ModelSource, tokens: Sequence[int], max_tokens: int) -> Preparation | None:
-    return _runtime.hold(source, tokens, max_tokens) if _runtime is not None else None
+def mlx_lm_hold(source: ModelSource, tokens: Sequence[int], max_tokens: int, preempted: int | None) -> Preparation | None:
+    return _runtime.hold(source, tokens, max_tokens, preempted) if _runtime is not None else None
+
+
+@hookimpl
+def mlx_lm_room(caches: Sequence[Any]) -> int | None:
+    return _runtime.room(caches) if _runtime is not None else None
 
 
 @hookimpl

@@ -29,7 +29,7 @@ from .prefix.tiers import TieredPrefixCache
 from .schemes.spec import PLAIN, Spec
 from .served import NOTE, Requests
 from .settings import Settings, default_ram_bytes, format_size
-from .speculation.choose import OFF, Drafting
+from .speculation.choose import MOST, OFF, Drafting
 from .statistics import Statistics
 
 if TYPE_CHECKING:
@@ -175,9 +175,13 @@ class Runtime:
         refused = self.guard.admit(request)
         return refused if refused is not None or self._blocks is None else self._blocks.admit(request)
 
-    def hold(self, source: ModelSource, tokens: Sequence[int], max_tokens: int) -> Preparation | None:
+    def hold(self, source: ModelSource, tokens: Sequence[int], max_tokens: int, preempted: int | None = None) -> Preparation | None:
         """What a request waits for before it is looked up."""
-        return self._blocks.wait(source, tokens, max_tokens) if self._blocks is not None else None
+        return self._blocks.wait(source, tokens, max_tokens, preempted) if self._blocks is not None else None
+
+    def room(self, caches: Sequence[Any]) -> int | None:
+        """How many tokens each of a batch's rows may get; 0 when the newest must leave."""
+        return self._blocks.room(caches) if self._blocks is not None else None
 
     def model_loaded(self, source: ModelSource) -> None:
         """Start fingerprinting the weights, off the path to readiness."""
@@ -384,7 +388,8 @@ class Runtime:
 
         size = self.settings.paged_kv_pool
         self._pages = Pages(self.settings.paged_kv_block_size, default_ram_bytes() if size is None else size, self.statistics, self.settings.kernels, self._scheme)
-        self._blocks = Blocks(self._pages, self._stored, lambda enough, choose: self._relief.until(enough, choose=choose), self._lender)
+        drafts = MOST if self._drafting.source != "off" else 0
+        self._blocks = Blocks(self._pages, self._stored, lambda enough, choose: self._relief.until(enough, choose=choose), self._lender, drafts=drafts)
 
     def _stored(self) -> list[Any]:
         """All stored prefixes in memory, those included that are only there until they are written."""

@@ -135,11 +135,14 @@ class Plugins:
     def speculation(self) -> Speculation | None:
         return self._hook.mlx_lm_speculation()
 
-    def hold(self, source: ModelSource, tokens: Sequence[int], max_tokens: int) -> Preparation | None:
-        return self._hook.mlx_lm_hold(source=source, tokens=tokens, max_tokens=max_tokens)
+    def hold(self, source: ModelSource, tokens: Sequence[int], max_tokens: int, preempted: int | None) -> Preparation | None:
+        return self._hook.mlx_lm_hold(source=source, tokens=tokens, max_tokens=max_tokens, preempted=preempted)
 
     def admit(self, request: Admission) -> Refused | None:
         return self._hook.mlx_lm_admit(request=request)
+
+    def room(self, caches: list[Any]) -> int | None:
+        return self._hook.mlx_lm_room(caches=caches)
 
     def decoding(self, rows: Sequence[Row]) -> Refused | None:
         return self._hook.mlx_lm_decoding(rows=rows)

@@ -108,13 +108,18 @@ def mlx_lm_speculation() -> Speculation | None:
 
 
 @hookspec(firstresult=True)
-def mlx_lm_hold(source: ModelSource, tokens: Sequence[int], max_tokens: int) -> Preparation | None:
-    """A server's request came that would join the batch: what it waits for before its prefix is looked up, or None. `tokens` is its prompt, `max_tokens` bounds its reply. Those that wait are asked in turn; others go on."""
+def mlx_lm_hold(source: ModelSource, tokens: Sequence[int], max_tokens: int, preempted: int | None) -> Preparation | None:
+    """A server's request came that would join the batch: what it waits for before its prefix is looked up, or None. `tokens` is its prompt, `max_tokens` bounds its reply. Those that wait are asked in turn; others go on. `preempted` is how often it has left the batch by `mlx_lm_room`, None where it cannot; one that comes back has what it replied behind its prompt."""
 
 
 @hookspec(firstresult=True)
 def mlx_lm_admit(request: Admission) -> Refused | None:
     """A server's request is about to be prefilled, on the generation thread: None to go on, or why it is refused. The other requests go on either way."""
+
+
+@hookspec(firstresult=True)
+def mlx_lm_room(caches: Sequence[Any]) -> int | None:
+    """A batch's rows are about to be decoded in `caches`, one a layer: how many tokens each may get before this is asked again (None: nothing bounds it). 0: the row that joined last leaves the batch, its caches are put, and the hook is asked again; the row comes back by `mlx_lm_hold` and `mlx_lm_admit`, and goes on where it was."""
 
 
 @hookspec(firstresult=True)

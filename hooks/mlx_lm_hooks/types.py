@@ -98,7 +98,9 @@ class Admission:
     not made yet) hold the first `cached`. `draft` is the draft model, or None. `max_tokens` bounds the
     reply (-1: nothing does), `step` the tokens of one forward pass. Of the other
     requests in the same batch, `decoding` has the tokens that each row holds, and
-    `waiting` (tokens of the prompt, tokens held) of those admitted before.
+    `waiting` (tokens of the prompt, tokens held) of those admitted before. `preempted`
+    is how often the request has left the batch (see `mlx_lm_room`), None where it cannot;
+    one that comes back has what it replied behind its prompt.
     """
 
     source: ModelSource | None
@@ -111,6 +113,7 @@ class Admission:
     step: int
     decoding: Sequence[int] = ()
     waiting: Sequence[tuple[int, int]] = ()
+    preempted: int | None = None
 
 
 class Row(NamedTuple):
@@ -145,6 +148,9 @@ class PrefixCache(Protocol):
 
     def take(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
         """The longest usable stored prefix of `tokens`, shorter than `tokens`, or None. The caller owns the result."""
+
+    def retake(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
+        """As `take`, for a row that has left the batch and comes back (see `mlx_lm_room`): it is no request's lookup. May be left out."""
 
     def prepare(self, source: ModelSource, tokens: Sequence[int]) -> Preparation | None:
         """Begin in the background what a `take` of these tokens would stand still for; None when that is nothing.

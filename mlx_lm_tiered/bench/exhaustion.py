@@ -1,7 +1,7 @@
 """Many requests on a pool of blocks for few, with everything that may come between: does each end as it must?
 
 Several clients at once send `requests` chats with one of four system prompts to a server whose pool
-has blocks for `room` of them: some asked for before, some with a reply bound that is far from what they say,
+has blocks for `room` of them: some asked for before, some with a reply bound that is far from what they say, some with long replies,
 some whose clients go away in mid-prefill. Twice the server is told to drain, entries leave RAM while they are idle,
 and in the middle it is stopped and started again on the same directory, so that prompts come from the SSD tier. Each request must end with the tokens
 of mlx-lm's own server, or with a 503 that says how many blocks were missing; at the end the
@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 from mlx_lm_tiered.progress import Progress
 
 from . import small_model
-from .client import RequestFailed
+from .client import RequestFailed, endless
 from .server import Server, server_command, stock, tiered_flags
 from .text import document
 
-CLIENTS_PER_ROOM = 2  # clients at once, for each request that has room
+CLIENTS_PER_ROOM = 4  # clients at once, for each request that has room
 GIVEN_UP = 9  # requests from one that is given up to the next
 BLOCK = 16
 STEP = 64  # tokens of a prefill's chunk: several a prompt, so that clients go away between them
+LONG, STOPPED = 400, 300  # bounds of replies that are long, and of those that a space ends
 SETTLING = 60.0  # seconds for the pool to be empty
 
 
@@ -38,6 +39,7 @@ class Ask(NamedTuple):
 
     messages: list[dict[str, str]]
     max_tokens: int
+    options: dict[str, Any]  # what keeps its reply long, or ends it
     tokens: list[int]
     held: int  # tokens of its prompt and of the longest reply
 
@@ -50,7 +52,7 @@ def run(model: Path | None, requests: int = 200, room: int = 20, seed: int = 0) 
         home = Path(scratch)
         place = model or small_model.write(home / "model")
         with stock(place, home / "stock.log") as server, Progress("what mlx-lm's own server says") as progress:
-            asks = _expected(server, draw, requests, progress)
+            asks = _expected(server, place, draw, requests, progress)
         flags = _flags(place, asks, room)
         outcomes: Counter[str] = Counter()
         faults: list[str] = []
@@ -81,25 +83,28 @@ def run(model: Path | None, requests: int = 200, room: int = 20, seed: int = 0) 
     }  # fmt: skip
 
 
-def _expected(server: Server, draw: random.Random, requests: int, progress: Progress) -> list[Ask]:
+def _expected(server: Server, model: Path, draw: random.Random, requests: int, progress: Progress) -> list[Ask]:
     """The requests in their order; one in four was there before."""
-    asked: list[Ask] = []
-    systems = [document(4000)[1000 * number :][: 150 + 50 * number] for number in range(4)]
-    text = document(60_000)
+    systems = [document(4000)[1000 * number :][: 60 + 40 * number] for number in range(4)]
+    text, places = document(60_000), []
+    drawn: list[tuple[list[dict[str, str]], int, dict[str, Any]]] = []
     for number in range(requests):
         if number > 8 and draw.random() < 0.25:
-            asked.append(draw.choice(asked))
-        else:
-            start = draw.randrange(len(text) - 400)
-            question = f"{number}: {text[start : start + draw.randrange(40, 400)]}"
-            messages = [{"role": "system", "content": draw.choice(systems)}, {"role": "user", "content": question}]
-            # A bound far above what is said is promised as it is, or not.
-            most = draw.choice((8, 16, 32, 48)) if number % 8 else 300
-            stops = {"stop": [" "]} if most == 300 else {}
-            answer = server.chat(messages, max_tokens=most, tokens=True, **stops)
-            asked.append(Ask(messages, most, answer.tokens, answer.prompt_tokens + most))
-        progress(number + 1, requests)
-    return asked
+            places.append(draw.choice(places))
+            continue
+        start = draw.randrange(len(text) - 200)
+        question = f"{number}: {text[start : start + draw.randrange(40, 200)]}"
+        # A bound far above what is said is promised as it is, or not.
+        most = LONG if number % 3 == 1 else STOPPED if number % 8 == 0 else draw.choice((8, 16, 32, 48))
+        options: dict[str, Any] = {LONG: {"logit_bias": endless(model)}, STOPPED: {"stop": [" "]}}.get(most, {})
+        places.append(len(drawn))
+        drawn.append(([{"role": "system", "content": draw.choice(systems)}, {"role": "user", "content": question}], most, options))
+    asks = []
+    with ThreadPoolExecutor(4) as pool:  # fewer than upstream's queue of connections has
+        for messages, most, options, answer in pool.map(lambda one: (*one, server.chat(one[0], max_tokens=one[1], tokens=True, **one[2])), drawn):
+            asks.append(Ask(messages, most, options, answer.tokens, answer.prompt_tokens + most))
+            progress(len(asks), len(drawn))
+    return [asks[place] for place in places]
 
 
 def _flags(model: Path, asks: Sequence[Ask], room: int) -> list[str]:
@@ -146,10 +151,9 @@ def _serve(server: Server, asks: Sequence[Ask], clients: int, outcomes: Counter[
 
 def _answered(server: Server, ask: Ask) -> str:
     """``right``, ``refused``, or what is wrong. The system turns connections away where mlx-lm's short queue of them is full: asked again."""
-    stops = {"stop": [" "]} if ask.max_tokens == 300 else {}
     while True:
         try:
-            answer = server.chat(ask.messages, max_tokens=ask.max_tokens, tokens=True, **stops)
+            answer = server.chat(ask.messages, max_tokens=ask.max_tokens, tokens=True, **ask.options)
             return "right" if answer.tokens == ask.tokens else f"wrong: {answer.tokens[:8]}, and {ask.tokens[:8]} were expected"
         except ConnectionError:
             time.sleep(0.05)

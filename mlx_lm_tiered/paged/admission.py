@@ -1,11 +1,14 @@
-"""Admission by blocks: a request is prefilled when the blocks of its prompt and its longest reply are free or can be made so.
+"""Admission by blocks: a request is prefilled when the blocks of its prompt and of the beginning of its reply are free or can be made so.
 
-They are promised to it then, so a row that is being decoded never runs out of blocks.
-What waits holds nothing. Generation thread only, but for `report`.
+They are promised to it then. Before a row has used them up it is promised more; where there are none, the row that
+joined last leaves the batch, and comes back when there is room, the first in line and promised twice as much as before.
+Rows leave the newest first and come back the oldest first, so each ends. A request that cannot leave is promised its longest reply, and
+never runs out of blocks. What waits holds nothing. Generation thread only, but for `report`.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +17,7 @@ from typing import Any
 from mlx_lm_hooks import Admission, Refused
 
 from .pool import RETRY_AFTER, PoolExhausted
-from .scheme import Holds, Pages, storage_of
+from .scheme import Holds, Pages, rows_of, storage_of
 from .table import Storage, Table
 
 # Seconds that a request waits at most.
@@ -23,6 +26,10 @@ PATIENCE = 120.0
 LOOK_AGAIN, LEAST = 20, 0.005
 # Tokens of a reply that nothing bounds: more are taken as they come.
 UNBOUNDED = 256
+# Tokens of a reply that are promised at first where a row can leave the batch, and later at a time.
+FIRST, GROWTH = 128, 64
+# Tokens of a batch that may be decoded before it is looked at again.
+LOOK = 256
 
 
 class Blocks:
@@ -38,26 +45,32 @@ class Blocks:
         make_room: Callable[[Callable[[], bool], Callable[[Sequence[Any]], Any]], bool],
         lender: Callable[[Any, Sequence[int]], tuple[Holds, int] | None],
         clock: Callable[[], float] = time.monotonic,
+        drafts: int = 0,
     ):
         self._pages = pages
+        self._drafts = drafts  # tokens that a step may write beside those it keeps
         self._entries, self._make_room, self._lender, self._clock = entries, make_room, lender, clock
         self._line: deque[Waiting] = deque()  # in the order they came
         self._counts: Counter[str] = Counter()
         self._look_at = 0.0
         pages.relieve = self._relieve
 
-    def wait(self, source: Any, tokens: Sequence[int], max_tokens: int) -> Waiting | None:
+    def wait(self, source: Any, tokens: Sequence[int], max_tokens: int, preempted: int | None = None) -> Waiting | None:
         """What a request waits for; None where its model is not paged, where it fits and nobody waits, or where it never will fit: `admit` refuses it."""
         storage = self._pages.storages.get(source.path)
         if storage is None:
             return None
         if storage.blocks_for(longest(len(tokens), max_tokens)) > storage.pool.total:
             return None
-        waiting = Waiting(self, storage, source, tokens, max_tokens)
-        if not self._line and self._fits(waiting):
+        waiting = Waiting(self, storage, source, tokens, max_tokens, preempted)
+        if (preempted or not self._line) and self._fits(waiting):
             return None
-        self._line.append(waiting)
-        self._counts["waits"] += 1
+        if preempted:
+            self._line.appendleft(waiting)
+            self._look_at = 0.0
+        else:
+            self._line.append(waiting)
+            self._counts["waits"] += 1
         return waiting
 
     def admit(self, request: Admission) -> Refused | None:
@@ -67,6 +80,7 @@ class Blocks:
             return None
         storage, table = found
         pool, tokens = storage.pool, longest(len(request.tokens), request.max_tokens)
+        first = promised(len(request.tokens), request.max_tokens, request.preempted)
         if storage.blocks_for(tokens) > pool.total:
             self._counts["refused_400"] += 1
             return Refused(
@@ -79,15 +93,15 @@ class Blocks:
             return _forks(storage, table, request.cached)
 
         def need() -> int:
-            return storage.blocks_for(tokens) - len(table.blocks) + copies()
+            return storage.blocks_for(first) - len(table.blocks) + copies()
 
         # Nothing is let go where all of it would not be enough.
         if pool.available < need() <= pool.available + copies() + len(self._idle_blocks(storage)):
             self._make_room(lambda: pool.available >= need(), self._choosing(storage, lambda held: copies() > 0 and held.blocks[-1:] == table.blocks[-1:]))
         try:
-            table.reserve(need(), copies())
+            table.reserve(need(), copies(), storage.blocks_for(tokens) - storage.blocks_for(first))
         except PoolExhausted as error:
-            self._counts["refused_503"] += 1
+            self._counts["refused_503"] += not request.preempted  # else it is tried again
             return Refused(
                 503,
                 f"no blocks at the moment: the request needs {error.needed} blocks of {storage.block} tokens, and {error.free} of the pool's {error.total} "
@@ -96,10 +110,21 @@ class Blocks:
             )
         return None
 
+    def room(self, caches: Sequence[Any]) -> int | None:
+        """Of a batch's rows how many tokens each may get until this is asked again, all of them promised; 0 when the newest must leave. None where the batch is not paged."""
+        if (tables := rows_of(caches)) is None:
+            return None
+        # Only a row that is alone is drafted for.
+        rooms = [self._room(table, self._drafts if len(tables) == 1 else 0, len(tables)) for table in tables]
+        if 0 in rooms:
+            self._counts["preempted"] += 1
+        return min(rooms)
+
     def report(self) -> dict[str, Any]:
         """For `/stats`. Any thread."""
         return {
             **self._pages.report(),
+            "preempted": self._counts["preempted"],
             "waiting": len(self._line),
             "waits": self._counts["waits"],
             "refused_400": self._counts["refused_400"],
@@ -133,7 +158,7 @@ class Blocks:
 
     def _fits(self, waiting: Waiting) -> bool:
         storage = waiting.storage
-        need = storage.blocks_for(longest(len(waiting.tokens), waiting.max_tokens))
+        need = storage.blocks_for(promised(len(waiting.tokens), waiting.max_tokens, waiting.preempted))
         available = storage.pool.available
         if need <= available:
             return True
@@ -168,6 +193,23 @@ class Blocks:
 
         return choose
 
+    def _room(self, table: Table, drafts: int, rows: int) -> int:
+        """Tokens that one of several rows may get beside `drafts`, after it was promised more where it is short; 0 where nothing is left to promise."""
+        reservation, pool = table.reservation, table.storage.pool
+        if reservation is None:
+            return LOOK
+        if reservation.more <= 0:
+            drafts = 0  # all was promised; only a copy that nobody foresaw can be missing
+        while table.room <= drafts:
+            if pool.available < 1:
+                self._relieve(table.storage, 1 - pool.available, False)
+            try:
+                reservation.add(min(table.storage.blocks_for(GROWTH), max(1, reservation.more), max(1, pool.available // rows)))
+            except PoolExhausted:
+                return 0
+            drafts = drafts if reservation.more > 0 else 0
+        return min(LOOK, table.room - drafts)
+
     def _idle(self, storage: Storage) -> bool:
         """Whether no request has any blocks."""
         return storage.pool.reserved == 0 and storage.pool.used == len(self._idle_blocks(storage))
@@ -183,9 +225,10 @@ class Blocks:
 class Waiting:
     """The contract's `Preparation` of a request that waits for blocks."""
 
-    def __init__(self, blocks: Blocks, storage: Storage, source: Any, tokens: Sequence[int], max_tokens: int):
-        self.storage, self.source, self.tokens, self.max_tokens = storage, source, tokens, max_tokens
-        self.until = blocks._clock() + PATIENCE
+    def __init__(self, blocks: Blocks, storage: Storage, source: Any, tokens: Sequence[int], max_tokens: int, preempted: int | None):
+        self.storage, self.source, self.tokens, self.max_tokens, self.preempted = storage, source, tokens, max_tokens, preempted
+        # Who was admitted once, and has answered in part, waits as long as it takes.
+        self.until = math.inf if preempted else blocks._clock() + PATIENCE
         self._blocks = blocks
 
     def step(self) -> bool:
@@ -197,7 +240,13 @@ class Waiting:
 
 def longest(prompt: int, max_tokens: int) -> int:
     """Tokens of a request whose reply is as long as it may be. In a batch mlx-lm forwards the last one as well, as it hands it out."""
-    return prompt + (max_tokens if max_tokens > 0 else UNBOUNDED)
+    return prompt + (max_tokens if max_tokens >= 0 else UNBOUNDED)
+
+
+def promised(prompt: int, max_tokens: int, preempted: int | None) -> int:
+    """Those of them that it is promised when it begins: all where it cannot leave, else the more the oftener it has left."""
+    whole = longest(prompt, max_tokens)
+    return whole if preempted is None else min(whole, prompt + (FIRST << min(preempted, 30)))
 
 
 def _tables(storage: Storage, entries: Iterable[Holds]) -> Iterator[tuple[Any, Table]]:

@@ -103,7 +103,7 @@ class Pages:
 
     def short(self, caches: list[Any]) -> tuple[int, Refused] | None:
         """A row that cannot have the block of its next token. The others have theirs then, or a promise of it."""
-        tables = next((leaf.tables for leaf in leaves(caches) if isinstance(leaf, BatchPagedKVCache)), [])
+        tables = rows_of(caches)
         if not tables or tables[0].storage.pool.available >= len(tables):
             return None
         for row, table in enumerate(tables):
@@ -214,6 +214,11 @@ def _share(table: Table, lender: Holds, common: int) -> int:
         return 0
     table.share(known[1], shared)
     return shared
+
+
+def rows_of(caches: Sequence[Any]) -> list[Table] | None:
+    """The tables of a batch's rows; None where none of its caches is paged."""
+    return next((leaf.tables for leaf in leaves(caches) if isinstance(leaf, BatchPagedKVCache)), None)
 
 
 def storage_of(caches: Sequence[Any] | None) -> tuple[Storage, Table] | None:

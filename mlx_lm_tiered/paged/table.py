@@ -57,10 +57,14 @@ class Storage:
 
 
 class Reservation:
-    """Blocks promised to a request, `copies` of them for blocks of others that it is known to copy. Tables of the same request share it; what was not used goes back with the last of them."""
+    """Blocks promised to a request, `copies` of them for blocks of others that it is known to copy; as it goes on it may need `more`.
 
-    def __init__(self, pool: Pool, blocks: int, copies: int = 0):
+    Tables of the same request share it; what was not used goes back with the last of them.
+    """
+
+    def __init__(self, pool: Pool, blocks: int, copies: int = 0, more: int = 0):
         self.left = 0
+        self.more = more
         self.used = 0  # blocks that were taken and not given back
         self.copies = min(copies, blocks)
         self._pool = pool
@@ -74,6 +78,12 @@ class Reservation:
         self.left -= promised
         self.used += promised
         return blocks
+
+    def add(self, blocks: int) -> None:
+        """Have so many more promised. Raises PoolExhausted."""
+        self._pool.reserve(blocks)
+        self.left += blocks
+        self.more -= blocks
 
     def give_back(self, blocks: list[int]) -> None:
         """Give up a hold on each block. Those that are free then are promised again, as far as they were: drafts take blocks that are trimmed and taken again."""
@@ -199,10 +209,20 @@ class Table:
         made.lengths[layer] = length
         return made
 
-    def reserve(self, blocks: int, copies: int = 0) -> None:
-        """Have `blocks` more promised, `copies` of them for blocks that are shared already. Raises PoolExhausted."""
-        if blocks > 0:
-            self.reservation = Reservation(self.storage.pool, blocks, copies)
+    def reserve(self, blocks: int, copies: int = 0, more: int = 0) -> None:
+        """Have `blocks` promised, `copies` of them for blocks that are shared already; `more` may be needed later. Raises PoolExhausted."""
+        if blocks > 0 or more > 0:
+            self.reservation = Reservation(self.storage.pool, max(0, blocks), copies, more)
+
+    @property
+    def room(self) -> int:
+        """Tokens that can still come, in its blocks and in those promised to it."""
+        reservation = self.reservation
+        blocks = len(self.blocks) + (reservation.left - reservation.copies if reservation is not None else 0)
+        held = max(length or 0 for length in self.lengths)
+        if held % self.storage.block and self.storage.pool.count(self.blocks[-1]) > 1 and (reservation is None or reservation.copies == 0):
+            blocks -= 1  # stored meanwhile, so that it is to be copied
+        return blocks * self.storage.block - held
 
     def _room(self, start: int, stop: int) -> None:
         """Have blocks for the tokens from `start` to `stop` that no other table holds."""

@@ -76,21 +76,16 @@ class TieredPrefixCache:
         return True
 
     def take(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
-        taken, tier, decision, key = None, "", None, b""
-        if len(tokens) > 1:
-            try:
-                key = token_key(tokens)
-                taken, tier = self._take(source, tokens, key)
-                if self._ssd is not None:
-                    decision = self._ssd.decided(source, key, tier == "ssd")
-            except Exception as error:
-                self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
+        taken, tier, decision, key = self._looked_up(source, tokens)
         if self.is_clients(tokens):
             try:
                 self._told(source, tokens, key, tier, taken.length if taken else 0, decision)
             except Exception as error:
                 self._statistics.fault("lookup", f"saying what a request reused failed ({error!r})")
         return taken
+
+    def retake(self, source: ModelSource, tokens: Sequence[int]) -> Taken | None:
+        return self._looked_up(source, tokens)[0]
 
     def prepare(self, source: ModelSource, tokens: Sequence[int]) -> Preparation | None:
         if self.preparations is None or len(tokens) <= 1:
@@ -196,6 +191,19 @@ class TieredPrefixCache:
         entry.caches = []
 
     # Inside
+
+    def _looked_up(self, source: ModelSource, tokens: Sequence[int]) -> tuple[Taken | None, str, Decision | None, bytes]:
+        """What was found, in which tier, why it was restored or not, and the key of the tokens."""
+        taken, tier, decision, key = None, "", None, b""
+        if len(tokens) > 1:
+            try:
+                key = token_key(tokens)
+                taken, tier = self._take(source, tokens, key)
+                if self._ssd is not None:
+                    decision = self._ssd.decided(source, key, tier == "ssd")
+            except Exception as error:
+                self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
+        return taken, tier, decision, key
 
     def _told(self, source: ModelSource, tokens: Sequence[int], key: bytes, tier: str, reused: int, decision: Decision | None) -> None:
         """Count a lookup, and say how much was reused, and why not more."""

@@ -127,6 +127,7 @@ METRICS = (
     Metric("memory_budget_bytes", "gauge", "Bytes that arrays may take.", _at("memory", "budget")),
     Metric("requests_refused", "counter", "Requests refused for want of memory or of blocks, by status.", _refused, "status"),
     Metric("paged_blocks", "gauge", "Blocks of the paged pool, by state; used ones include shared ones.", _blocks, "state"),
+    Metric("num_preemptions", "counter", "Times that a row left the batch for want of blocks, and came back later.", _at("paged", "preempted")),
     Metric("paged_waiting_requests", "gauge", "Requests that wait for blocks.", _at("paged", "waiting")),
     Metric("spec_decode_num_drafts", "counter", "Drafts that were verified.", _at("speculation", "drafts")),
     Metric("spec_decode_num_draft_tokens", "counter", "Tokens drafted.", _at("speculation", "drafted")),

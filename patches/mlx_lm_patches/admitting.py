@@ -156,9 +156,7 @@ def _joining(generator: Any, call: dict[str, Any], fetch: Fetch | None) -> Admis
     """A sequence that is about to be inserted, beside what the generator has."""
     held = call["all_tokens"][0]
     tokens = [*held, *(token for segment in call["segments"][0] for token in segment)]
-    waiting = [(len(at) + sum(len(part) for part in seq), len(at)) for _, seq, _, _, at, *_ in generator._unprocessed_sequences]
-    prefilling = zip(generator._currently_processing, generator._prompt_batch.tokens, strict=True)
-    waiting += [(len(at) + sum(len(part) for part in seq[0]), len(at)) for seq, at in prefilling]
+    decoding, waiting = beside(generator)
     return Admission(
         source=fetch.source if fetch is not None else None,
         model=generator.model,
@@ -168,6 +166,15 @@ def _joining(generator: Any, call: dict[str, Any], fetch: Fetch | None) -> Admis
         caches=call["caches"][0],
         max_tokens=call["max_tokens"][0],
         step=generator.prefill_step_size,
-        decoding=[len(at) for at in generator._generation_batch.tokens],
+        decoding=decoding,
         waiting=waiting,
+        preempted=0,
     )
+
+
+def beside(generator: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    """What a generator has: tokens that each decoding row holds; tokens of each other one's prompt, and those it holds."""
+    waiting = [(len(at) + sum(len(part) for part in seq), len(at)) for _, seq, _, _, at, *_ in generator._unprocessed_sequences]
+    prefilling = zip(generator._currently_processing, generator._prompt_batch.tokens, strict=True)
+    waiting += [(len(at) + sum(len(part) for part in seq[0]), len(at)) for seq, at in prefilling]
+    return [len(at) for at in generator._generation_batch.tokens], waiting

@@ -12,6 +12,7 @@ from . import usage
 from .admitting import Watch, admit_row
 from .checkpointing import rows
 from .isolation import Row
+from .preempting import Preempting
 from .runtime import Runtime
 
 log = logging.getLogger("mlx_lm_patches")
@@ -39,6 +40,7 @@ def build(original: type, runtime: Runtime) -> type:
             self._decoding = False  # whether a decoding step runs, or has failed
             self._decoded: list[Any] = []  # what it gave
             self._watch = Watch(runtime)
+            self._preempting = Preempting(runtime, self, self._engine, self._rows)
             if self._engine is not None:
                 self._watch_decoding()
 
@@ -69,8 +71,9 @@ def build(original: type, runtime: Runtime) -> type:
             if self._engine is None:
                 return super().next()
             self._decoding, self._decoded = False, []
-            self._end_short()
             try:
+                self._preempting.before_step()
+                self._end_short()
                 prompts, responses = super().next()
             except Exception as error:
                 log.exception("a step of the batch failed; the requests in it get the error")
@@ -81,6 +84,7 @@ def build(original: type, runtime: Runtime) -> type:
                         usage.note(runtime, self._generation_batch, row)
                     if (following := rows(self).pop(response.uid, None)) is not None:
                         following.end(True)  # in a step that failed later on
+            self._preempting.after_step(prompts, responses)
             if self._watch.due(prompts, responses):
                 self._end_rows()
             return self._reported(prompts, responses) if self._broken else (prompts, responses)
@@ -90,6 +94,8 @@ def build(original: type, runtime: Runtime) -> type:
             for uid in uids:
                 if (row := self._rows.pop(uid, None)) is not None:
                     usage.note(runtime, self._generation_batch, row)
+            if self._engine is not None:
+                self._preempting.forget(uids)
             return super().remove(uids, *args, **kwargs)
 
         def _keep(self, uids: list[int]) -> None:
@@ -142,6 +148,7 @@ def build(original: type, runtime: Runtime) -> type:
 
             gone, self._broken = self._broken, []
             super().remove(gone)
+            self._preempting.forget(gone)
             for uid in gone:
                 self._rows.pop(uid, None)
             ends = [PromptProcessingBatch.Response(uid, (0, 0), False, False) for uid in gone]
@@ -172,7 +179,7 @@ def build(original: type, runtime: Runtime) -> type:
                 self._watch_decoding()
                 if _whole(prefilling, prefilling.tokens, self._currently_processing):
                     return []
-            there = {*decoding.uids, *prefilling.uids, *(sequence[0] for sequence in self._unprocessed_sequences)}
+            there = {*decoding.uids, *prefilling.uids, *self._preempting.uids, *(sequence[0] for sequence in self._unprocessed_sequences)}
             ended = {response.uid for response in self._decoded if response.finish_reason is not None}
             lost = [uid for uid in self._rows if uid not in there and uid not in self._broken and uid not in ended]
             self._fail(lost, error)  # between prefill and decoding
@@ -206,6 +213,7 @@ def build(original: type, runtime: Runtime) -> type:
 
     BatchGenerator.__qualname__ = original.__qualname__
     BatchGenerator.__module__ = original.__module__
+    runtime.preempts = True
     return BatchGenerator
 
 

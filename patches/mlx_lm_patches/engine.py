@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_lm_hooks.requests import Served
+from mlx_lm_hooks.types import ModelSource, Preparation
 
-from .holding import Delivery, Held, preparation_for
+from .holding import Delivery, Held, preparation_for, waits_for
 from .mailbox import Cancelled, Mailbox
 from .runtime import Runtime
 from .served import served_for
@@ -182,6 +183,23 @@ class Engine:
     def keep(self, tokens: list[int], caches: list[Any], role: str) -> None:
         """Store what a request leaves that nobody waits for."""
         self._generator.prompt_cache.insert_cache(self._generator.model_provider.model_key, tokens, caches, cache_type=role)
+
+    # For rows that left the batch (see `preempting`)
+
+    @property
+    def source(self) -> ModelSource:
+        """The model that is loaded."""
+        return self._runtime.source_for(self._generator.model_provider.model_key)
+
+    def waits_for(self, tokens: list[int], max_tokens: int, preempted: int) -> Preparation | None:
+        return waits_for(self._runtime, self._generator, tokens, max_tokens, preempted)
+
+    def let_go(self, preparation: Preparation) -> None:
+        self._held.let_go(preparation)
+
+    def fetch(self, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """Caches of what is stored of these tokens, and the others, at least one."""
+        return self._generator.prompt_cache.fetch_again(self._generator.model_provider.model_key, tokens)
 
     def _idle_turn(self) -> bool:
         more = False

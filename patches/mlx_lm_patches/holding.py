@@ -61,9 +61,8 @@ def preparation_for(runtime: Runtime, generator: Any, request: Any, args: Any) -
 
     Call it only when the model that `args` name is the one that is loaded.
     """
-    provider, prompts = generator.model_provider, generator.prompt_cache
-    prepare = getattr(prompts, "prepare", None)
-    if prepare is None or provider.model_key is None or not generator._is_batchable(args) or _has_images(request.messages):
+    provider = generator.model_provider
+    if not hasattr(generator.prompt_cache, "prepare") or provider.model_key is None or not generator._is_batchable(args) or _has_images(request.messages):
         return None
     if not getattr(type(generator)._tokenize, _TOKENIZED, False):
         return None
@@ -73,18 +72,25 @@ def preparation_for(runtime: Runtime, generator: Any, request: Any, args: Any) -
         setattr(request, _TOKENIZED, (provider.model_key, error))
         return None
     setattr(request, _TOKENIZED, (provider.model_key, result))
-    source = runtime.source_for(provider.model_key)
-
-    def hold() -> Preparation | None:
-        return _hold(runtime, source, result[0], args)
-
+    source, prepare = runtime.source_for(provider.model_key), generator.prompt_cache.prepare
     restore = checkpointing.prepare(runtime, source, lambda: prepare(provider.model_key, result[0]))
+    return _behind(restore, lambda: _hold(runtime, source, result[0], args.max_tokens, 0 if runtime.preempts else None))
+
+
+def waits_for(runtime: Runtime, generator: Any, tokens: list[int], max_tokens: int, preempted: int) -> Preparation | None:
+    """The same for a request that was `preempted` so often."""
+    key = generator.model_provider.model_key
+    restore = generator.prompt_cache.prepare(key, tokens)
+    return _behind(restore, lambda: _hold(runtime, runtime.source_for(key), tokens, max_tokens, preempted))
+
+
+def _behind(restore: Preparation | None, hold: Callable[[], Preparation | None]) -> Preparation | None:
     return hold() if restore is None else Behind(restore, hold)
 
 
-def _hold(runtime: Runtime, source: ModelSource, tokens: list[int], args: Any) -> Preparation | None:
+def _hold(runtime: Runtime, source: ModelSource, tokens: list[int], max_tokens: int, preempted: int | None) -> Preparation | None:
     try:
-        return runtime.plugins.hold(source, tokens, args.max_tokens)
+        return runtime.plugins.hold(source, tokens, max_tokens, preempted)
     except Exception as error:
         runtime.fault("holding a request", error)
         return None

@@ -15,6 +15,7 @@ class Row:
         self.uid = uid
         self.mailbox = mailbox
         self.broken = False
+        self.preempted = 0  # times that it has left the batch, to come back
         self._failed = failed
 
     def fail(self, error: Exception) -> None:

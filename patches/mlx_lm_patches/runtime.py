@@ -55,6 +55,7 @@ class Runtime:
         self.sources: dict[Hashable, ModelSource] = {}
         self.served: tuple[Callable[[], Any], ModelSource] | None = None  # a weak reference to the server's model, and its source
         self.loads = 0
+        self.preempts = False  # whether rows of the server's batch can leave it and come back
         self.stopping: Callable[[], bool] = lambda: False  # whether the server was asked to stop
         self.here = _ThreadState()
         self._warned: set[str] = set()

@@ -10,8 +10,10 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_hooks import Admission, ModelSource
+from mlx_lm_tiered.paged import admission
 from mlx_lm_tiered.paged.admission import PATIENCE, Blocks
 from mlx_lm_tiered.paged.arenas import Arenas
+from mlx_lm_tiered.paged.batch import BatchPagedKVCache
 from mlx_lm_tiered.paged.cache import PagedKVCache, append
 from mlx_lm_tiered.paged.pool import Pool
 from mlx_lm_tiered.paged.scheme import Pages
@@ -56,16 +58,29 @@ class World:
         self.entries.append(Entry(self.caches(tokens)))
         return self.entries[-1]
 
-    def admit(self, prompt: int, most: int, caches: list[Any] | None = None, cached: int = 0) -> Any:
+    def admit(self, prompt: int, most: int, caches: list[Any] | None = None, cached: int = 0, preempted: int | None = None) -> Any:
         caches = self.caches(0) if caches is None else caches
-        return self.blocks.admit(Admission(SOURCE, None, None, [1] * prompt, cached, caches, most, 2048)), caches
+        return self.blocks.admit(Admission(SOURCE, None, None, [1] * prompt, cached, caches, most, 2048, preempted=preempted)), caches
 
-    def wait(self, prompt: int, most: int) -> Any:
-        return self.blocks.wait(SOURCE, [1] * prompt, most)
+    def wait(self, prompt: int, most: int, preempted: int | None = None) -> Any:
+        return self.blocks.wait(SOURCE, [1] * prompt, most, preempted)
+
+    def row(self, prompt: int, most: int, preempted: int = 0) -> list[Any]:
+        """A row that can leave the batch, prefilled."""
+        refused, caches = self.admit(prompt, most, preempted=preempted)
+        assert refused is None
+        write(caches, prompt)
+        return caches
+
+
+def write(caches: list[Any], tokens: int) -> None:
+    append(caches[0].table, 0, *[mx.ones((1, 1, tokens, 2))] * 2)
 
 
 @pytest.fixture
-def world() -> World:
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(admission, "FIRST", 8)
+    monkeypatch.setattr(admission, "GROWTH", 8)
     return World()
 
 
@@ -257,3 +272,108 @@ def test_what_is_restored_keeps_the_blocks_that_make_room_for_it(world):
 def test_caches_that_are_not_paged_are_no_concern_of_it(world):
     assert world.admit(400, 400, [KVCache()])[0] is None
     assert world.blocks.wait(ModelSource(path=Path("/models/other")), [1], 9) is None
+
+
+def batch(*rows: list[Any]) -> list[Any]:
+    return [BatchPagedKVCache([row[0].table for row in rows], 0)]
+
+
+def test_a_row_that_can_leave_is_promised_the_beginning_of_its_reply_and_then_more(world):
+    row = world.row(6, 30)
+    assert (world.storage.pool.used, world.storage.pool.reserved) == (2, 2), "6 and 8 tokens"
+    assert world.blocks.room(batch(row)) == 10, "all 16 of 4 blocks"
+    write(row, 10)
+    assert world.blocks.room(batch(row)) == 8 and world.storage.pool.reserved == 2
+    write(row, 8)
+    assert world.blocks.room(batch(row)) == 8
+    write(row, 7)
+    assert world.blocks.room(batch(row)) == 1
+    write(row, 1)
+    assert world.blocks.room(batch(row)) == 4, "9 blocks are all that it can need"
+    write(row, 4)
+    assert row[0].offset == 36 and world.storage.pool.used == 9 and world.storage.pool.reserved == 0
+    assert world.blocks.report()["preempted"] == 0
+
+
+def test_a_short_bound_and_what_cannot_leave_are_promised_whole(world):
+    row = world.row(6, 3)
+    assert world.storage.pool.reserved == 1 and world.blocks.room(batch(row)) == 6
+    refused, whole = world.admit(6, 18)
+    assert refused is None and world.storage.pool.reserved == 1 + 6 and whole
+
+
+def test_stored_prefixes_go_before_a_row_does(world):
+    world.store(12)
+    rows = world.row(7, 25), world.row(7, 25)
+    write(rows[0], 9)
+    write(rows[1], 9)
+    while world.blocks.room(batch(*rows)):
+        for row in rows:
+            write(row, 1)
+    assert world.entries == [] and world.storage.pool.free == 0 and world.blocks.report()["preempted"] == 1
+    assert rows[0][0].offset == rows[1][0].offset == 20
+
+
+def test_a_row_that_leaves_gives_room_and_comes_back_first_with_twice_the_promise(world):
+    old, young = world.row(8, 30), world.row(8, 20)
+    write(old, 8)
+    write(young, 8)
+    while world.blocks.room(batch(old, young)):
+        write(old, 1)
+    new = world.wait(4, 4, preempted=0)
+    assert not new.step()
+    young.clear()
+    assert world.blocks.room(batch(old)) > 0
+    back = world.wait(17, 11, preempted=1)
+    assert back is not None and world.blocks.report()["waits"] == 1, "17 and 11 tokens, of which 16 are promised"
+    world.now += PATIENCE - 1
+    assert not back.step() and not new.step(), "one block would do for the new one, but it is behind"
+    world.now += 2 * PATIENCE
+    assert not back.step(), "it was served before, and waits as long as it takes"
+    old.clear()
+    world.now += 1
+    assert back.step() and new.step()
+    returned = world.row(17, 11, preempted=1)
+    assert world.storage.pool.used + world.storage.pool.reserved == 7 and world.blocks.room(batch(returned)) == 28 - 17
+
+
+def test_one_that_comes_back_and_fits_passes_those_that_wait(world):
+    _, running = world.admit(20, 8)
+    assert world.wait(19, 1) is not None and running
+    assert world.wait(5, 3, preempted=1) is None
+
+
+def test_the_oldest_row_alone_gets_all_there_is(world):
+    row = world.row(10, 30)
+    world.store(8)
+    while row[0].offset < 40:
+        assert world.blocks.room(batch(row)) > 0
+        write(row, 1)
+    assert world.storage.pool.used == 10 and world.entries == [] and world.blocks.report()["preempted"] == 0
+
+
+def test_a_block_that_was_stored_meanwhile_is_no_room(world):
+    row = world.row(6, 30)
+    assert world.blocks.room(batch(row)) == 10
+    world.entries.append(Entry([row[0].lent()]))
+    assert world.blocks.room(batch(row)) == 6
+
+
+def test_a_row_that_was_promised_all_and_lost_a_block_to_a_copy_has_another_or_leaves(world):
+    row = world.row(6, 2)
+    world.entries.append(Entry([row[0].lent()]))
+    lost = world.caches(32)
+    assert world.blocks.room(batch(row)) == 0 and world.blocks.report()["preempted"] == 1
+    del lost
+    assert world.blocks.room(batch(row)) == 2 and world.storage.pool.reserved == 1, "one block is for the copy"
+
+
+def test_drafts_of_a_row_that_is_alone_have_room_beside_what_it_keeps(world):
+    world.blocks._drafts = 5
+    row = world.row(6, 30)
+    assert world.blocks.room(batch(row)) == 5 and world.storage.pool.reserved == 2
+    write(row, 5)
+    assert world.blocks.room(batch(row)) == 8, "5 tokens were left of those promised, and 8 more are"
+    write(row, 13)
+    row[0].trim(5)
+    assert row[0].offset == 19

@@ -21,6 +21,8 @@ TYPES = {
     ("mlx_lm_merge_row", "caches"): "list",
     ("mlx_lm_decoding", "rows"): "list",
     ("mlx_lm_hold", "tokens"): "list",
+    ("mlx_lm_hold", "preempted"): "int",
+    ("mlx_lm_room", "caches"): "list",
 }
 
 # A plugin that has all hooks, answers none, and notes the types of what it is given.

@@ -76,8 +76,9 @@ def test_every_tier_gives_the_tokens_of_caches_without_paging(family, scheme, ca
         assert ask(server, TEXTS[4], 400, seed=7, stop=["e"]).tokens
         before = settled(server, blocks_reserved=0)
         assert before["blocks_reserved"] == 0
-        # Of models with rings or recurrent state, prefixes are stored as well that the whole cannot serve.
-        assert (before["blocks_shared"] == 0) == (family == "llama") and before["block_tokens"] == 16
+        # Of models with rings or recurrent state, prefixes are stored as well that the whole cannot serve. Else what is
+        # shared hangs on whether the second text came when the first one's reply was done.
+        assert (before["blocks_shared"] > 0 or family == "llama") and before["block_tokens"] == 16
         hit = ask(server, TEXTS[0] + " or")
         paged = settled(server, blocks_reserved=0)
         if family == "llama":
@@ -131,11 +132,23 @@ def test_more_requests_than_blocks(tiny_llama, tmp_path):
         assert patiently(server, texts[0]) == expected[0]
 
 
+def test_rows_leave_and_come_back_where_replies_are_longer_than_what_was_promised(tiny_llama, tmp_path):
+    """Six long replies on a pool for two, without a disk: the tokens of mlx-lm's own server, and none is refused."""
+    texts = [document(60 + 10 * i, start=100 * i) for i in range(6)]
+    with stock(tiny_llama, tmp_path / "stock") as server:
+        expected = together(server, texts, 300)
+    with tiered(tiny_llama, None, "--paged-kv", "--paged-kv-block-size", "16", "--paged-kv-pool", "1200kB", "--speculation", "ngram", log=tmp_path / "log") as server:
+        assert together(server, texts, 300) == expected
+        paged, stats = settled(server, blocks_reserved=0, waiting=0), server.stats()
+        assert paged["preempted"] > 0 and paged["refused_503"] == paged["blocks_reserved"] == 0 and stats["faults"] == {}
+        assert sum(stats["hits_by_tier"].values()) + stats["misses"] == 6, "coming back is no request's lookup"
+
+
 def test_exhaustion_with_tiers_a_restart_drains_and_clients_that_go():
-    """Thirty of the two hundred requests of ``mlx_lm.tiered bench exhaustion``."""
-    found = exhaustion.run(None, 30, room=4)
-    assert found["faults"] == [] and found["right"] > 20 and found["given_up"] > 1
-    assert found["waits"] > 0 and found["restored"] > 0 and 0 < found["blocks_peak"] <= found["blocks"]
+    """Some of the two hundred requests of ``mlx_lm.tiered bench exhaustion``."""
+    found = exhaustion.run(None, 20, room=3)
+    assert found["faults"] == [] and found["right"] >= 17 and found["given_up"] == 2
+    assert found["restored"] > 0 and 0 < found["blocks_peak"] <= found["blocks"]
     assert found["blocks_used_left"] == found["blocks_reserved_left"] == found["waiting_left"] == 0
 
 

@@ -27,13 +27,20 @@ def build(original: type, runtime: Runtime) -> type:
             if runtime.here.asked is not None and checkpointing.begin(runtime, source, tokens):
                 runtime.here.fetch = None
                 return None, tokens
+            caches, rest = self._found(model, tokens, "take")
+            if self._prefixes is not None:
+                runtime.here.fetch = Fetch(self._prefixes, source, tokens, len(tokens), len(tokens) - len(rest))
+            return caches, rest
+
+        def fetch_again(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+            """The same for a row that was away."""
+            return self._found(model, tokens, "retake" if hasattr(self._prefixes, "retake") else "take")
+
+        def _found(self, model: Any, tokens: list[int], how: str) -> tuple[list[Any] | None, list[int]]:
             caches, rest = self._upstream_fetch(model, tokens)
-            if self._prefixes is None:
-                return caches, rest
-            taken = self._take(source, tokens)
+            taken = self._take(runtime.source_for(model), tokens, how) if self._prefixes is not None else None
             if taken is not None and taken.length > len(tokens) - len(rest):
                 caches, rest = taken.caches, tokens[taken.length :]
-            runtime.here.fetch = Fetch(self._prefixes, source, tokens, len(tokens), len(tokens) - len(rest))
             return caches, rest
 
         def prepare(self, model: Any, tokens: list[int]) -> Preparation | None:
@@ -41,10 +48,9 @@ def build(original: type, runtime: Runtime) -> type:
             begin = getattr(self._prefixes, "prepare", None)
             return begin(runtime.source_for(model), tokens) if begin is not None else None
 
-        def _take(self, source: ModelSource, tokens: list[int]) -> Taken | None:
+        def _take(self, source: ModelSource, tokens: list[int], how: str) -> Taken | None:
             try:
-                assert self._prefixes is not None
-                taken = self._prefixes.take(source, tokens) if tokens else None
+                taken = getattr(self._prefixes, how)(source, tokens) if tokens else None
                 # One token must be left: a forward of none has no logits, and upstream's thread dies of it.
                 if taken is not None and not 0 < taken.length < len(tokens):
                     raise ValueError(f"a prefix of {taken.length} tokens was taken for {len(tokens)}")

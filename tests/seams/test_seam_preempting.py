@@ -1,0 +1,169 @@
+"""Rows that leave the batch and come back, in upstream's own `ResponseGenerator`: what they say is what they would have said."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.models import TINY
+from support.waiting import until
+from test_seam_server import serving
+from witness import Witness
+
+from mlx_lm_hooks import Refused, hookimpl
+from mlx_lm_patches.mailbox import give_up
+
+TEXTS = {"first": 60, "Tell me about the os module": 90, "third": 30, "another one, a little longer than the others": 75}
+
+
+def ask(generator, text, most, *, temperature=0.0, stop_words=()):
+    """A reply with penalties, so that what was said before counts; its tokens and their log-probabilities."""
+    import mlx_lm.server as server
+
+    request = server.CompletionRequest("chat", "", [{"role": "user", "content": text}], None, None)
+    options = server.GenerationArguments(
+        model=server.ModelDescription("default_model", "default_model", None),
+        sampling=server.SamplingArguments(temperature, 1.0, 0, 0.0, 0.0, 0.1),
+        logits=server.LogitsProcessorArguments(None, 1.3, 20, 0.2, 20, 0.1, 20),
+        stop_words=list(stop_words), max_tokens=most, num_draft_tokens=3, logprobs=True, top_logprobs=2, seed=None, chat_template_kwargs=None,
+    )  # fmt: skip
+    _, reply = generator.generate(request, options)
+    found = list(reply)
+    return [r.token for r in found], [r.logprob for r in found], found[-1].finish_reason if found else None
+
+
+def together(generator, texts=TEXTS, **options):
+    with ThreadPoolExecutor() as pool:
+        futures = {text: pool.submit(ask, generator, text, most, **options) for text, most in texts.items()}
+        return {text: future.result(60) for text, future in futures.items()}
+
+
+class Rooms:
+    """A plugin's `mlx_lm_room` that has the newest row leave at the `at`-th questions; `lost` has its caches thrown away."""
+
+    def __init__(self, at=(), lost=False):
+        self.at, self.lost = set(at), lost
+        self.asked = self.left = 0
+        self.plugin: Witness | None = None
+        self.holding = threading.Event()  # rows that left stay away while it is not set
+        self.holding.set()
+        self.returns: list[int] = []
+        self.refusing = False
+
+    def room(self, caches):
+        assert caches and self.plugin is not None
+        self.asked += 1
+        if self.lost:
+            self.plugin.prefixes[0].entries.clear()
+        if self.asked in self.at:
+            self.left += 1
+            return 0
+        return 1
+
+    def step(self):
+        return self.holding.is_set()
+
+    def cancel(self):
+        pass
+
+
+@pytest.fixture
+def rooms(monkeypatch):
+    made = Rooms()
+
+    @hookimpl
+    def room(self, caches):
+        made.plugin = self
+        return made.room(caches)
+
+    @hookimpl
+    def hold(self, source, tokens, max_tokens, preempted):
+        if preempted:
+            made.returns.append(preempted)
+        return made if preempted else None
+
+    @hookimpl
+    def admit(self, request):
+        assert request.preempted is not None
+        return Refused(503, "no room at all", 10) if request.preempted and made.refusing else None
+
+    for name, hook in (("mlx_lm_room", room), ("mlx_lm_hold", hold), ("mlx_lm_admit", admit)):
+        monkeypatch.setattr(Witness, name, hook, raising=False)
+    return made
+
+
+@pytest.mark.parametrize("family", ("llama", "gemma3_text", "lfm2"))
+@pytest.mark.parametrize("lost", (False, True), ids=("stored", "computed anew"))
+def test_rows_that_leave_say_what_they_would_have_said(family, lost, rooms):
+    """Rings and recurrent state come back, too. Rows leave twice in a step, and all of them; some a dozen times."""
+    rooms.lost = lost
+    with serving(TINY[family], "--prompt-concurrency", "2") as (_, generator):
+        expected = together(generator)
+        rooms.at = {*range(rooms.asked + 20, rooms.asked + 160, 9), *(rooms.asked + n for n in (30, 31, 32, 33, 34, 50, 51))}
+        found = together(generator)
+    assert rooms.left >= 12 and max(rooms.returns) > 1, "some have left more than once"
+    for text in TEXTS:
+        assert found[text][0] == expected[text][0] and found[text][2] == expected[text][2], text
+        assert found[text][1] == pytest.approx(expected[text][1], abs=1e-4)
+
+
+def test_a_stop_word_that_began_before_a_row_left_ends_it(tiny_llama, rooms):
+    with serving(tiny_llama) as (_, generator):
+        tokens = ask(generator, "first", 60)[0]
+        words = generator.model_provider.tokenizer.decode(tokens[20:23])
+        expected = ask(generator, "first", 60, stop_words=[words])
+        assert expected[2] == "stop" and len(expected[0]) < 60
+        rooms.at = set(range(rooms.asked + 1, rooms.asked + 200, 2))  # before each token
+        assert ask(generator, "first", 60, stop_words=[words])[0] == expected[0] and rooms.left > 10
+
+
+def test_the_oldest_come_back_first_and_others_go_on_meanwhile(tiny_llama, rooms):
+    with serving(tiny_llama) as (plugin, generator), ThreadPoolExecutor() as pool:
+        expected = together(generator)
+        rooms.holding.clear()
+        rooms.at = {rooms.asked + 40}
+        futures = {text: pool.submit(ask, generator, text, most) for text, most in TEXTS.items()}
+        until(lambda: sum(future.done() for future in futures.values()) == 3)
+        (away,) = [text for text, future in futures.items() if not future.done()]
+        assert rooms.left == 1 and plugin.engine.busy
+        rooms.holding.set()
+        assert futures[away].result(20)[0] == expected[away][0]
+        until(lambda: not plugin.engine.busy)
+
+
+def test_a_client_that_goes_while_its_row_is_away_is_let_go(tiny_llama, rooms):
+    with serving(tiny_llama) as (plugin, generator), ThreadPoolExecutor() as pool:
+        expected = ask(generator, "first", 60)
+        rooms.holding.clear()
+        rooms.at = {rooms.asked + 10}
+        queues = []
+        put = generator.requests.put
+        generator.requests.put = lambda item: (queues.append(item), put(item))
+        away = pool.submit(ask, generator, "first", 60)
+        until(lambda: rooms.left == 1)
+        other = pool.submit(ask, generator, "third", 30)
+        assert len(other.result(20)[0]) == 30, "who comes later is served"
+        give_up(next(item for item in queues if isinstance(item, tuple))[0])
+        until(lambda: not plugin.engine.busy)
+        with pytest.raises(ConnectionAbortedError):
+            away.result(20)
+        rooms.holding.set()
+        assert ask(generator, "first", 60)[0] == expected[0]
+
+
+def test_a_row_that_can_never_come_back_is_told_so(tiny_llama, rooms):
+    with serving(tiny_llama) as (plugin, generator):
+        expected = ask(generator, "first", 60)
+        rooms.refusing, rooms.at = True, {rooms.asked + 10}
+        with pytest.raises(Refused, match="no room at all"):
+            ask(generator, "first", 60)
+        rooms.refusing = False
+        assert ask(generator, "first", 60)[0] == expected[0] and not plugin.engine.decoding or plugin.engine.busy
+
+
+def test_a_plugin_that_fails_to_answer_has_no_row_leave(tiny_llama, rooms, monkeypatch):
+    with serving(tiny_llama) as (_, generator):
+        expected = ask(generator, "first", 60)
+        monkeypatch.setattr(rooms, "room", lambda caches: 1 / 0)
+        assert ask(generator, "first", 60) == expected and rooms.left == 0
