@@ -85,6 +85,7 @@ def build(original: type, runtime: Runtime) -> type:
                     if (following := rows(self).pop(response.uid, None)) is not None:
                         following.end(True)  # in a step that failed later on
             self._preempting.after_step(prompts, responses)
+            prompts = [*prompts, *self._preempting.signs()]
             if self._watch.due(prompts, responses):
                 self._end_rows()
             return self._reported(prompts, responses) if self._broken else (prompts, responses)

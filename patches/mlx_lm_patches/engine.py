@@ -191,8 +191,8 @@ class Engine:
         """The model that is loaded."""
         return self._runtime.source_for(self._generator.model_provider.model_key)
 
-    def waits_for(self, tokens: list[int], max_tokens: int, preempted: int) -> Preparation | None:
-        return waits_for(self._runtime, self._generator, tokens, max_tokens, preempted)
+    def waits_for(self, tokens: list[int], known: int, max_tokens: int, preempted: int) -> Preparation | None:
+        return waits_for(self._runtime, self._generator, tokens, known, max_tokens, preempted)
 
     def let_go(self, preparation: Preparation) -> None:
         self._held.let_go(preparation)

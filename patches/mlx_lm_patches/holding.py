@@ -77,10 +77,10 @@ def preparation_for(runtime: Runtime, generator: Any, request: Any, args: Any) -
     return _behind(restore, lambda: _hold(runtime, source, result[0], args.max_tokens, 0 if runtime.preempts else None))
 
 
-def waits_for(runtime: Runtime, generator: Any, tokens: list[int], max_tokens: int, preempted: int) -> Preparation | None:
-    """The same for a request that was `preempted` so often."""
+def waits_for(runtime: Runtime, generator: Any, tokens: list[int], known: int, max_tokens: int, preempted: int) -> Preparation | None:
+    """The same for a request that was `preempted` so often, and will fetch the first `known` tokens."""
     key = generator.model_provider.model_key
-    restore = generator.prompt_cache.prepare(key, tokens)
+    restore = generator.prompt_cache.prepare(key, tokens[:known])
     return _behind(restore, lambda: _hold(runtime, runtime.source_for(key), tokens, max_tokens, preempted))
 
 

@@ -6,7 +6,8 @@ those are stored like a finished request's, so that the plugin may keep them, on
 too, or let them go. It comes back as a request whose prompt is all its tokens: it waits
 until there is room, what is stored of it is taken, the rest is computed, and the two
 batches become one. Its next token, sampler, logits processors and stop sequences
-were never touched, and its client's stream only pauses.
+were never touched, and its client's stream only pauses. A row that is still being
+prefilled leaves and comes back as what upstream queues of a request.
 """
 
 from __future__ import annotations
@@ -22,29 +23,12 @@ from . import usage
 from .admitting import INTERVAL, beside
 from .isolation import Row
 from .mailbox import Cancelled
+from .parked import Decoding, Parked, Prefilling
 from .runtime import Runtime
 
-_LISTS = ("uids", "tokens", "samplers", "logits_processors", "max_tokens", "stop_sequences", "_token_context", "_num_tokens", "_matchers", "_next_logprobs")
 IDLE = 0.001  # seconds between two looks at what the only rows wait for, where nothing is decoded meanwhile
 AGAIN = 0.1  # seconds after which a row that was refused is tried once more
-
-
-class Parked:
-    """One row that has left, `times` so often."""
-
-    def __init__(self, batch: Any, index: int, times: int):
-        import mlx.core as mx
-
-        self.batch = type(batch).empty(batch.model, batch.fallback_sampler)
-        for name in _LISTS:
-            setattr(self.batch, name, [getattr(batch, name)[index]])
-        self.batch._next_tokens = batch._next_tokens[index : index + 1]
-        mx.eval(self.batch._next_tokens, self.batch._next_logprobs)
-        self.uid: int = self.batch.uids[0]
-        self.times = times
-        # All that is known of it: the last one is sampled, and neither emitted nor in any cache.
-        self.tokens: list[int] = [*self.batch.tokens[0], int(self.batch._next_tokens.item())]
-        self.most: int = self.batch.max_tokens[0] - self.batch._num_tokens[0] - 1  # tokens behind these
+SIGN = 5.0  # seconds between two signs of life to the client of a row that is away
 
 
 class Return:
@@ -66,14 +50,15 @@ class Return:
                 return False
             if not self._begin():
                 return False
+            if self._batch is None:
+                return True
         elif self._rest:
             size = self._generator.prefill_step_size
             chunk, self._rest = self._rest[:size], self._rest[size:]
             self._batch.prompt([chunk])
         if self._rest:
             return False
-        row, self.parked.batch.prompt_cache = self.parked.batch, self._batch.prompt_cache
-        self._generator._generation_batch.extend(row)
+        self.parked.join(self._generator, self._batch)
         return True
 
     def cancel(self) -> None:
@@ -83,7 +68,7 @@ class Return:
 
     def _wait(self) -> None:
         parked = self.parked
-        self._waits = self._engine.waits_for(parked.tokens, parked.most, parked.times)
+        self._waits = self._engine.waits_for(parked.tokens, parked.held + 1, parked.most, parked.times)
 
     def _place(self) -> bool:
         """Whether the batch takes another row."""
@@ -92,14 +77,15 @@ class Return:
 
     def _begin(self) -> bool:
         """Take what is stored, and be admitted. False when that was refused for now."""
-        from mlx_lm.generate import PromptProcessingBatch, make_prompt_cache
+        from mlx_lm.generate import make_prompt_cache
 
         generator, parked = self._generator, self.parked
-        caches, rest = self._engine.fetch(parked.tokens)
+        known = parked.tokens[: parked.held + 1]  # what is stored is one token shorter
+        caches, rest = self._engine.fetch(known) if parked.held else (None, known)
         self.cancel()  # what was prepared is taken
         if caches is None:
             caches = make_prompt_cache(generator.model, generator.max_kv_size)
-        cached = len(parked.tokens) - len(rest)
+        cached = len(known) - len(rest)
         decoding, waiting = beside(generator)
         request = Admission(
             source=self._engine.source, model=generator.model, draft=None, tokens=parked.tokens, cached=cached, caches=caches,
@@ -112,8 +98,8 @@ class Return:
             self._again = time.monotonic() + AGAIN
             self._wait()
             return False
-        self._rest = parked.tokens[cached:-1]
-        self._batch = PromptProcessingBatch(generator.model, [parked.uid], [caches], [parked.tokens[:cached]], generator.prefill_step_size)
+        self._rest = parked.tokens[cached : parked.held]
+        self._batch = parked.resume(generator, caches, cached)
         return True
 
 
@@ -125,6 +111,7 @@ class Preempting:
         self._parked: list[Parked] = []  # the oldest first: rows leave the newest first, and come back the other way round
         self._return: Return | None = None
         self._granted = 0  # tokens that each row may get before the plugins are asked again
+        self._signed = 0.0
 
     @property
     def uids(self) -> list[int]:
@@ -150,6 +137,15 @@ class Preempting:
         if any(response.end_of_prompt for response in prompts):
             self._granted = 0
 
+    def signs(self) -> list[Any]:
+        """Now and then, upstream's responses of a prompt's progress for rows that are away: their streams get comments meanwhile, as they got before their first token."""
+        from mlx_lm.generate import PromptProcessingBatch
+
+        if not self._parked or time.monotonic() < self._signed + SIGN:
+            return []
+        self._signed = time.monotonic()
+        return [PromptProcessingBatch.Response(parked.uid, (0, len(parked.tokens)), False, False) for parked in self._parked]
+
     def forget(self, uids: Sequence[int]) -> None:
         """These are served no more."""
         if self._return is not None and self._return.parked.uid in uids:
@@ -158,12 +154,14 @@ class Preempting:
         self._parked = [parked for parked in self._parked if parked.uid not in uids]
 
     def _make_room(self) -> None:
-        batch = self._generator._generation_batch
-        while mine := [uid for uid in batch.uids if uid in self._rows]:
+        generator = self._generator
+        batch = generator._generation_batch
+        while any(uid in self._rows for uid in batch.uids):
             self._granted = self._room(batch.prompt_cache)
             if self._granted > 0:
                 return
-            self._leave(batch.uids.index(max(mine)))
+            there = [*batch.uids, *generator._prompt_batch.uids, *(sequence[0] for sequence in generator._unprocessed_sequences)]
+            self._leave(max(uid for uid in there if uid in self._rows))
 
     def _room(self, caches: list[Any]) -> int:
         try:
@@ -173,22 +171,41 @@ class Preempting:
             return INTERVAL
         return INTERVAL if granted is None else granted
 
-    def _leave(self, index: int) -> None:
+    def _leave(self, uid: int) -> None:
         import mlx.core as mx
 
-        batch = self._generator._generation_batch
-        uid = batch.uids[index]
-        row = self._rows[uid]
+        generator, row = self._generator, self._rows[uid]
         row.preempted += 1
-        parked = Parked(batch, index, row.preempted)
-        tokens, caches = batch.tokens[index][:], batch.extract_cache(index)
-        usage.note(self._runtime, batch, row)
-        vars(batch).get(usage.SPECULATORS, {}).pop(uid, None)
-        batch.filter([at for at in range(len(batch.uids)) if at != index])
-        # What is left is a graph over the whole batch until it is computed.
-        mx.eval([cache.state for cache in [*caches, *batch.prompt_cache]])
+        parked: Parked
+        if uid in generator._generation_batch.uids:
+            batch = generator._generation_batch
+            index = batch.uids.index(uid)
+            parked = Decoding(batch, index, row.preempted)
+            role, tokens, caches = "assistant", batch.tokens[index][:], batch.extract_cache(index)
+            usage.note(self._runtime, batch, row)
+            vars(batch).get(usage.SPECULATORS, {}).pop(uid, None)
+            batch.filter([at for at in range(len(batch.uids)) if at != index])
+        elif uid in generator._prompt_batch.uids:
+            batch = generator._prompt_batch
+            index = batch.uids.index(uid)
+            tokens, caches = batch.tokens[index][:], batch.extract_cache(index)
+            role, segments = "user", generator._currently_processing.pop(index)[0]
+            lists = (batch.samplers, batch.logits_processors, batch.stop_sequences)
+            parked = Prefilling((uid, segments, batch.max_tokens[index], None, tokens, *(one[index] for one in lists)), row.preempted)
+            batch.filter([at for at in range(len(batch.uids)) if at != index])
+        else:
+            role, batch, tokens, caches = "", None, [], []
+            sequence = next(sequence for sequence in generator._unprocessed_sequences if sequence[0] == uid)
+            generator._unprocessed_sequences.remove(sequence)
+            parked = Prefilling(sequence, row.preempted)
+            del sequence
+        self._signed = self._signed if self._parked else time.monotonic()
         bisect.insort(self._parked, parked, key=lambda one: one.uid)
-        self._engine.keep(tokens, caches, "assistant")
+        if batch is not None:
+            # What is left is a graph over the whole batch until it is computed.
+            mx.eval([cache.state for cache in [*caches, *batch.prompt_cache]])
+            if tokens:
+                self._engine.keep(tokens, caches, role)
 
     def _bring_back(self) -> None:
         for parked in [parked for parked in self._parked if self._rows[parked.uid].mailbox.stopped]:

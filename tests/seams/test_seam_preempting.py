@@ -12,12 +12,13 @@ from test_seam_server import serving
 from witness import Witness
 
 from mlx_lm_hooks import Refused, hookimpl
+from mlx_lm_patches import preempting
 from mlx_lm_patches.mailbox import give_up
 
 TEXTS = {"first": 60, "Tell me about the os module": 90, "third": 30, "another one, a little longer than the others": 75}
 
 
-def ask(generator, text, most, *, temperature=0.0, stop_words=()):
+def ask(generator, text, most, *, temperature=0.0, stop_words=(), progress=None):
     """A reply with penalties, so that what was said before counts; its tokens and their log-probabilities."""
     import mlx_lm.server as server
 
@@ -28,7 +29,7 @@ def ask(generator, text, most, *, temperature=0.0, stop_words=()):
         logits=server.LogitsProcessorArguments(None, 1.3, 20, 0.2, 20, 0.1, 20),
         stop_words=list(stop_words), max_tokens=most, num_draft_tokens=3, logprobs=True, top_logprobs=2, seed=None, chat_template_kwargs=None,
     )  # fmt: skip
-    _, reply = generator.generate(request, options)
+    _, reply = generator.generate(request, options, progress_callback=lambda done, total: None if progress is None else progress.append((done, total)))
     found = list(reply)
     return [r.token for r in found], [r.logprob for r in found], found[-1].finish_reason if found else None
 
@@ -108,6 +109,36 @@ def test_rows_that_leave_say_what_they_would_have_said(family, lost, rooms):
         assert found[text][1] == pytest.approx(expected[text][1], abs=1e-4)
 
 
+@pytest.mark.parametrize("lost", (False, True), ids=("stored", "computed anew"))
+@pytest.mark.parametrize("family", ("llama", "lfm2"))
+def test_rows_leave_in_the_middle_of_their_prompts(family, lost, rooms, monkeypatch):
+    """Some before their first chunk, some behind it; what is stored at a prompt's borders is stored as ever."""
+    held: list[str] = []
+
+    class Seen(preempting.Prefilling):
+        def __init__(self, sequence, times):
+            super().__init__(sequence, times)
+            held.append("queued" if sequence[3] is not None else "begun" if self.held < len(self.tokens) - 1 else "done")
+
+    monkeypatch.setattr(preempting, "Prefilling", Seen)
+    texts = {"first": 150, **{f"{n}: " + "the words of a longer question " * (4 + n): 12 for n in range(4)}}
+    with serving(TINY[family], "--prompt-concurrency", "1", "--prefill-step-size", "16") as (plugin, generator), ThreadPoolExecutor() as pool:
+        expected = {text: ask(generator, text, most) for text, most in texts.items()}
+        plugin.prefixes[0].entries.clear()
+        puts = len(plugin.named("put"))
+        rooms.lost = lost
+        rooms.at = {*range(rooms.asked + 3, rooms.asked + 400, 2)}
+        first = pool.submit(ask, generator, "first", 150)
+        until(lambda: rooms.left > 2)
+        found = together(generator, {text: most for text, most in texts.items() if text != "first"})
+        found["first"] = first.result(60)
+        borders = {put["tokens"] for put in plugin.named("put")[:puts]}
+        assert borders <= {put["tokens"] for put in plugin.named("put")[puts:]}
+    for text in texts:
+        assert found[text][0] == expected[text][0], text
+    assert {"queued", "begun"} <= set(held)
+
+
 def test_a_stop_word_that_began_before_a_row_left_ends_it(tiny_llama, rooms):
     with serving(tiny_llama) as (_, generator):
         tokens = ask(generator, "first", 60)[0]
@@ -118,15 +149,19 @@ def test_a_stop_word_that_began_before_a_row_left_ends_it(tiny_llama, rooms):
         assert ask(generator, "first", 60, stop_words=[words])[0] == expected[0] and rooms.left > 10
 
 
-def test_the_oldest_come_back_first_and_others_go_on_meanwhile(tiny_llama, rooms):
+def test_others_go_on_while_a_row_is_away_and_its_client_gets_signs_of_life(tiny_llama, rooms, monkeypatch):
+    monkeypatch.setattr(preempting, "SIGN", 0.05)
+    progress = {text: [] for text in TEXTS}
     with serving(tiny_llama) as (plugin, generator), ThreadPoolExecutor() as pool:
         expected = together(generator)
         rooms.holding.clear()
         rooms.at = {rooms.asked + 40}
-        futures = {text: pool.submit(ask, generator, text, most) for text, most in TEXTS.items()}
+        futures = {text: pool.submit(ask, generator, text, most, progress=progress[text]) for text, most in TEXTS.items()}
         until(lambda: sum(future.done() for future in futures.values()) == 3)
         (away,) = [text for text, future in futures.items() if not future.done()]
         assert rooms.left == 1 and plugin.engine.busy
+        before = len(progress[away])
+        until(lambda: len(progress[away]) >= before + 3)
         rooms.holding.set()
         assert futures[away].result(20)[0] == expected[away][0]
         until(lambda: not plugin.engine.busy)
