@@ -169,7 +169,8 @@ class DraftModelDrafter:
         drafts = mx.concatenate(following.draft(behind, most, choose))
         likely = mx.concatenate(drawn) if drawn else None
         mx.eval(drafts, [] if likely is None else likely)
-        return Draft(drafts.tolist(), likely)
+        found: Any = drafts.tolist()
+        return Draft(found, likely)
 
     def verified(self, drafted: int, accepted: int) -> None:
         assert self._following is not None
@@ -199,7 +200,7 @@ class DraftModelDrafter:
     def _padded(self, logprobs: mx.array) -> mx.array:
         """Log-probabilities over the vocabulary of the model that answers; tokens that the draft model does not have are impossible."""
         missing = self._pair.target_size - logprobs.shape[-1]
-        return logprobs if missing <= 0 else mx.pad(logprobs, ((0, 0), (0, missing)), constant_values=-mx.inf)
+        return logprobs if missing <= 0 else mx.pad(logprobs, [(0, 0), (0, missing)], constant_values=-mx.inf)
 
 
 def _seconds(model: Any, caches: list[Any], tokens: int, times: int) -> float:

@@ -33,7 +33,8 @@ class Request:
         self._drafter: Drafter | None = drafter
         self._verifier = verifier
         self._draws = draws  # whether drafts may be drawn at random
-        self._tokens, self._chooser = (0, tokens) if isinstance(tokens, Chooser) else (tokens, None)
+        self._chooser = tokens if isinstance(tokens, Chooser) else None
+        self._tokens = 0 if isinstance(tokens, Chooser) else tokens
         self._tally = tally
         self._statistics = statistics
         self._trace = trace

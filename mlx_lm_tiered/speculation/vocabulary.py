@@ -26,7 +26,7 @@ def mismatch(ours: Path, ours_size: int, theirs: Path | None, theirs_size: int) 
     """Why the tokens of a draft model (`ours`) are not those of a model, in a sentence; empty when they are, or nobody knows."""
     if theirs is None:
         return ""
-    files = [path / "tokenizer.json" for path in (ours, theirs)]
+    files = (ours / "tokenizer.json", theirs / "tokenizer.json")
     if not all(file.is_file() for file in files):
         return "" if ours_size == theirs_size else f"the draft model has {ours_size} tokens, the model {theirs_size}"
     if filecmp.cmp(*files, shallow=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
@@ -45,7 +46,7 @@ def load(path: str | PathLike[str]) -> AssistantModel:
 
 def _tensors(layout: weights.Layout) -> dict[str, mx.array]:
     """The arrays, by the module's names."""
-    files: dict[Path, dict[str, mx.array]] = {}
+    files: dict[Path, Any] = {}
     arrays = {}
     for name, (file, stored) in layout.tensors.items():
         try:

@@ -39,8 +39,9 @@ def borrowed(cache: Any, most: int | None = None) -> Borrowed | None:
         return None
     if cache.record is not None:
         records, _, tokens = parts[0]  # type: ignore[misc]
-        return Borrowed(*(HeldRecords(records, tokens, cache.record, side, cut) for side, cut in enumerate((cache.keys_of, cache.values_of))), tokens)
-    keys, values, tokens = zip(*parts, strict=True)  # type: ignore[arg-type]
+        held = [HeldRecords(records, tokens, cache.record, side, cut) for side, cut in enumerate((cache.keys_of, cache.values_of))]
+        return Borrowed(held[0], held[1], tokens)
+    keys, values, tokens = zip(*parts, strict=True)
     return Borrowed(cache.keys_of(keys), cache.values_of(values), tokens[0])
 
 
@@ -51,7 +52,7 @@ def _cut(part: Any, most: int | None) -> Borrowed | None:
     if part.keys is None or part.keys.shape[0] != 1:
         return None
     start, stop, ordered = _span(part)
-    sides = (part.keys, part.values)
+    sides: tuple[Any, ...] = (part.keys, part.values)
     if most is not None and stop - start > most:
         sides, start = tuple(map(ordered, sides)), stop - most
     if stop <= start:
@@ -73,5 +74,5 @@ def _span(part: Any) -> tuple[int, int, Callable[[mx.array], mx.array]]:
     if part.rotated:
         # In order the oldest token is in the slot that is written next.
         at = part._idx
-        return first, slots, lambda side: mx.roll(side, -at, axis=2)
+        return first, slots, lambda side: mx.roll(side, -at, axis=2)  # type: ignore[call-arg]
     return first, min(part._idx, slots), lambda side: side

@@ -22,7 +22,7 @@ KINDS = {"gemma4_assistant": (1536, 512, 131072), "gemma4_unified_assistant": (3
 # Far above any model, far below what could not be computed with. Shapes are compared with the file's before anything is allocated.
 LARGEST, MOST_LAYERS, MOST_DRAFTS = 2**24, 256, 64
 LONGEST_JSON = 4 * 2**20
-ROPE = {
+ROPE: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }

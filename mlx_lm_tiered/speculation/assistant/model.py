@@ -45,7 +45,7 @@ class BorrowedKV(NamedTuple):
 class _Passing:
     """Stands where a layer expects its cache: it adds no keys and values, and says how those that are there are quantized."""
 
-    def __init__(self, bits: int, group_size: int):
+    def __init__(self, bits: int, group_size: int | None):
         self.bits, self.group_size = bits, group_size
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:

@@ -91,7 +91,8 @@ class AssistantDrafter:
         # The caches may hold more than the row's tokens: a script's, which others were in before.
         position = read["full_attention"].tokens if "full_attention" in read else len(tokens)
         shared = {kind: (one.keys, one.values) for kind, one in read.items()}
-        return Draft(self._assistant.greedy(self._target.embed, pending, hidden, shared, position - self._before, most, self._advance).tolist())
+        drafts: Any = self._assistant.greedy(self._target.embed, pending, hidden, shared, position - self._before, most, self._advance).tolist()
+        return Draft(drafts)
 
     def verified(self, drafted: int, accepted: int) -> None:
         self._round = self._target.forwards, accepted

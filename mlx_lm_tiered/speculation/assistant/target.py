@@ -41,7 +41,7 @@ class Target:
         """`kinds` are the types of layers to read, of which the model has some with keys and values of their own (see `pairing`)."""
         self._trunk = text_model(model).model
         # The caches are in the order of the layers.
-        self._lenders = {kind: lending_layer(model, kind) for kind in kinds}
+        self._lenders: dict[str, Any] = {kind: lending_layer(model, kind) for kind in kinds}
         self.window: int = self._trunk.config.sliding_window
         self.dtype: mx.Dtype = self._trunk.norm.weight.dtype
         self._seen = _watched(self._trunk)
@@ -78,9 +78,9 @@ class Target:
 
 def _watched(trunk: Any) -> Seen:
     """Have each call of a module note what it gave. The class is replaced, as calls look there; the module's members stay what they are."""
-    seen: Seen | None = getattr(type(trunk), "_seen", None)
-    if seen is not None:
-        return seen
+    there: Seen | None = getattr(type(trunk), "_seen", None)
+    if there is not None:
+        return there
     seen = Seen()
 
     class Watched(type(trunk)):  # type: ignore[misc]
