@@ -149,8 +149,7 @@ class Preempting:
     def forget(self, uids: Sequence[int]) -> None:
         """These are served no more."""
         if self._return is not None and self._return.parked.uid in uids:
-            self._return.cancel()
-            self._return = None
+            self._stop_returning()
         self._parked = [parked for parked in self._parked if parked.uid not in uids]
 
     def _make_room(self) -> None:
@@ -161,7 +160,11 @@ class Preempting:
             if self._granted > 0:
                 return
             there = [*batch.uids, *generator._prompt_batch.uids, *(sequence[0] for sequence in generator._unprocessed_sequences)]
-            self._leave(max(uid for uid in there if uid in self._rows))
+            newest = max(uid for uid in there if uid in self._rows)
+            if self._return is not None and self._return.parked.uid > newest:
+                self._stop_returning()
+            else:
+                self._leave(newest)
 
     def _room(self, caches: list[Any]) -> int:
         try:
@@ -206,6 +209,11 @@ class Preempting:
             mx.eval([cache.state for cache in [*caches, *batch.prompt_cache]])
             if tokens:
                 self._engine.keep(tokens, caches, role)
+
+    def _stop_returning(self) -> None:
+        returning, self._return = self._return, None
+        if returning is not None:
+            returning.cancel()
 
     def _bring_back(self) -> None:
         for parked in [parked for parked in self._parked if self._rows[parked.uid].mailbox.stopped]:
