@@ -45,6 +45,10 @@ def test_the_wheel(wheel: Path):
         names = set(archive.namelist())
         (metadata,) = (Parser().parsestr(archive.read(name).decode()) for name in names if name.endswith(".dist-info/METADATA"))
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    for folder in (PROJECT / "hooks", PROJECT / "patches", PROJECT):
+        for package in PACKAGES:
+            files = {path.relative_to(folder).as_posix() for path in (folder / package).rglob("*") if path.is_file() and path.suffix != ".pyc"}
+            assert files <= names  # templates, styles and the kernels' texts, too
     assert {"mlx_lm_tiered.pth", "mlx_lm_tiered.start"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.partition("/")[0] for name in names if not name.partition("/")[0].endswith((".dist-info", ".pth", ".start"))} == set(PACKAGES)
