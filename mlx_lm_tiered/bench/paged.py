@@ -4,7 +4,8 @@
 ``decode_ratio_b1`` is a decode step without paging over one over blocks, of one row
 after `context` tokens; pairs in turns. With `steps` of a model of random weights, whose
 caches are filled with random numbers, ``pieces_ratio`` is the same where no two blocks lie side by side, which a
-kernel reads where the device has one, and mlx gathers otherwise.
+kernel reads where the device has one, and mlx gathers otherwise; ``rows_ratio`` a step of 8 rows of mixed
+lengths in a padded batch over one over such blocks, and ``rows_furthest_logit`` how far their logits are from each other, of the largest.
 
 ``mixed_lengths_kv_ratio`` is the most bytes that blocks take while 8 requests of
 different lengths are served at once, over what their tokens take, the end of each
@@ -60,8 +61,10 @@ def run(
         }  # fmt: skip
 
 
-def steps(contexts: Sequence[int] = (16384, 65536), layers: int = 32, hidden: int = 4096, block: int = 256, repeats: int = 5, scheme: str = "bf16") -> dict[str, Any]:
-    """Decode steps of an 8B Llama's shape (or another) with random weights in bf16: one row a context."""
+def steps(
+    contexts: Sequence[int] = (16384, 65536), layers: int = 32, hidden: int = 4096, block: int = 256, repeats: int = 5, scheme: str = "bf16", longest: int = 8192
+) -> dict[str, Any]:  # fmt: skip
+    """Decode steps of an 8B Llama's shape (or another) with random weights in bf16: one row a context, and several of up to `longest` tokens."""
     from .decode_model import random_llama
 
     faults: list[str] = []
@@ -73,10 +76,10 @@ def steps(contexts: Sequence[int] = (16384, 65536), layers: int = 32, hidden: in
             pieces = bench.alone(context, repeats, filled=True, apart=True)
             rows.append({"tokens": context, **whole, "pieces_ratio": pieces["decode_ratio_b1"], "pieces_step_ms": pieces["paged_step_ms"]})
             mx.clear_cache()
-        kernels = under.kernels
+        together, kernels = bench.together(longest, repeats), under.kernels
         return {
             "bench": "paged", "scheme": str(spec), "block": block, "layers": layers, "hidden": hidden, "token_bytes_ratio": under.token_bytes_ratio,
-            "kernels": kernels.state, "failed": kernels.failed, "faults": faults, "rows": rows,
+            "kernels": kernels.state, "failed": kernels.failed, "faults": faults, **together, "rows": rows,
         }  # fmt: skip
 
 
@@ -88,10 +91,7 @@ class _Bench:
     def alone(self, context: int, repeats: int, filled: bool = False, apart: bool = False) -> dict[str, float]:
         """Steps of one row, in pairs that take turns; after a prefill, or over caches `filled` with random numbers. `apart`: no two blocks lie side by side."""
         tokens = context + (repeats + 1) * 2 * STEPS + self._block
-        storage = self._storage(tokens * 2 if apart else tokens)
-        if apart:
-            held = storage.pool.take(storage.pool.total)
-            storage.pool.let_go(held[::2])
+        storage = self._storage(tokens, apart)
         rows = []
         for caches in (self._caches(), self._plan.apply(self._caches(), storage)):
             if filled:
@@ -101,16 +101,31 @@ class _Bench:
             row = kinds.merge_row(caches)
             assert row is not None
             rows.append(row)
-        times: list[list[float]] = [[], []]
-        for number in range(repeats + 1):
-            for place in (0, 1) if number % 2 else (1, 0):
-                times[place].append(self._steps(rows[place]))
-        plain, blocks = (one[1:] for one in times)  # the first round warms up
+        plain, blocks = self._in_turns(rows, repeats)
         return {**spread("decode_ratio_b1", [a / b for a, b in zip(plain, blocks, strict=True)]), "plain_step_ms": median(plain) * 1e3, "paged_step_ms": median(blocks) * 1e3}
+
+    def together(self, longest: int, repeats: int) -> dict[str, float]:
+        """The same of rows of mixed lengths, over blocks that lie apart and in a padded batch; and how far logits are from each other."""
+        lengths = _mixed(longest)
+        storage = self._storage(sum(lengths) + MIXED * ((repeats + 1) * 2 * STEPS + 2 * self._block), apart=True)
+        batches = []
+        for made in (self._caches, lambda: self._plan.apply(self._caches(), storage)):
+            rows = [made() for _ in lengths]
+            for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                self._fill(row, length, number)
+            batches.append([type(layer[0]).merge(list(layer)) for layer in zip(*rows, strict=True)])
+            del rows
+        logits = [self._model(mx.arange(1, 1 + MIXED)[:, None], cache=batch)[:, -1].astype(mx.float32) for batch in batches]
+        furthest = (mx.abs(logits[0] - logits[1]).max(axis=-1) / mx.abs(logits[0]).max(axis=-1)).max().item()
+        padded, blocks = self._in_turns(batches, repeats, MIXED)
+        return {
+            **spread("rows_ratio", [a / b for a, b in zip(padded, blocks, strict=True)]), "rows_padded_step_ms": median(padded) * 1e3, "rows_paged_step_ms": median(blocks) * 1e3,
+            "rows_furthest_logit": furthest,
+        }  # fmt: skip
 
     def mixed(self, longest: int, decode: int) -> dict[str, float]:
         """Requests of lengths from an eighth of an eighth of the longest on."""
-        lengths = [max(1, round(longest ** (i / (MIXED - 1)) * 64 ** (1 - i / (MIXED - 1)))) for i in range(MIXED)]
+        lengths = _mixed(longest)
         prompts = [_text(length, 1000 * i) for i, length in enumerate(lengths)]
         need = sum(length + decode for length in lengths) * self._plan.token_bytes
         storage = self._storage(sum(lengths) + MIXED * (decode + 2 * self._block))
@@ -148,10 +163,21 @@ class _Bench:
         need = (shared + SHARING * (own + decode)) * self._plan.token_bytes
         return {"shared_prefix_kv_ratio": peak / need, "shared_prefix_ttft_ratio": max(waits) / cold, "shared_prefix_cold_ms": cold * 1e3, "shared_prefix_found_ms": max(waits) * 1e3}
 
-    def _storage(self, tokens: int) -> Storage:
-        storage = self._plan.storage(-(-tokens // self._block) + 1, self._block)
+    def _storage(self, tokens: int, apart: bool = False) -> Storage:
+        """With room for so many; `apart`: of no two free blocks that lie side by side."""
+        storage = self._plan.storage((2 if apart else 1) * (-(-tokens // self._block) + 1), self._block)
         storage.attend = self._attend
+        if apart:
+            storage.pool.let_go(storage.pool.take(storage.pool.total)[::2])
         return storage
+
+    def _in_turns(self, batches: Sequence[list[Any]], repeats: int, rows: int = 1) -> list[list[float]]:
+        """Seconds of steps of each, after a round that warms up."""
+        times: list[list[float]] = [[] for _ in batches]
+        for number in range(repeats + 1):
+            for place in (0, 1) if number % 2 else (1, 0):
+                times[place].append(self._steps(batches[place], rows))
+        return [one[1:] for one in times]
 
     def _prefill(self, caches: list[Any], tokens: list[int]) -> None:
         logits = None
@@ -161,20 +187,21 @@ class _Bench:
             mx.clear_cache()
         mx.eval(logits)
 
-    def _fill(self, caches: list[Any], tokens: int) -> None:
-        """Put random keys and values into caches of full attention."""
+    def _fill(self, caches: list[Any], tokens: int, seed: int = 0) -> None:
+        """Put random keys and values, the same for a seed, into caches of full attention."""
+        keys_of = iter(mx.random.split(mx.random.key(seed), 2 * len(caches) * -(-tokens // CHUNK)))
         for cache, sides in zip(caches, self._plan.sides, strict=True):
             assert sides is not None
             for at in range(0, tokens, CHUNK):
                 shape = (1, sides.heads, min(CHUNK, tokens - at))
-                keys = mx.random.normal((*shape, sides.key_dim)).astype(sides.key_dtype)
-                values = mx.random.normal((*shape, sides.value_dim)).astype(sides.value_dtype)
+                keys = mx.random.normal((*shape, sides.key_dim), key=next(keys_of)).astype(sides.key_dtype)
+                values = mx.random.normal((*shape, sides.value_dim), key=next(keys_of)).astype(sides.value_dtype)
                 cache.update_and_fetch(keys, values)
                 mx.eval(cache.state)
 
-    def _steps(self, batch: list[Any]) -> float:
+    def _steps(self, batch: list[Any], rows: int = 1) -> float:
         """Seconds a step, the next one queued before the last one's token is read."""
-        token = mx.ones((1, 1), mx.int32)
+        token = mx.ones((rows, 1), mx.int32)
         started = time.perf_counter()
         for _ in range(STEPS):
             following = mx.argmax(self._model(token, cache=batch)[:, -1:], axis=-1)
@@ -202,6 +229,11 @@ class _Bench:
         seconds = time.perf_counter() - started
         generator.close()
         return most, seconds
+
+
+def _mixed(longest: int) -> list[int]:
+    """Tokens of each request."""
+    return [max(1, round(longest ** (i / (MIXED - 1)) * 64 ** (1 - i / (MIXED - 1)))) for i in range(MIXED)]
 
 
 def _text(tokens: int, seed: int) -> list[int]:

@@ -24,11 +24,11 @@ class Paging:
 
     def __init__(self, model: Any, scheme: Scheme | None, kernels: Kernels):
         self.model, self.kernels, self._scheme = model, kernels, scheme
-        caches = self.caches()
+        self.caches()  # which has the scheme make its plan
         schemes = None if scheme is None else scheme.plan_of(model)
         if scheme is not None and schemes is None:
             raise ValueError(f"the model cannot have {scheme.spec}")
-        found = plan.make(model, caches, None if schemes is None else schemes.layers)
+        found = plan.make(model, make_prompt_cache(model), schemes)
         if found is None:
             raise ValueError("none of the model's caches is of full attention")
         self.plan = found

@@ -71,7 +71,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     count(paged, "--block", 64, "tokens of a block")
     count(paged, "--repeats", 5, "pairs of measurements", "R")
     paged.add_argument("--model", metavar="DIR", help="directory or hub name of a model")
-    paged.add_argument("--random", metavar="CONTEXTS", help="decode steps only, of an 8B Llama's shape with random weights, after so many tokens each, by commas")
+    paged.add_argument("--random", metavar="CONTEXTS", help="decode steps only, of an 8B Llama's shape with random weights, after so many tokens each, by commas; and of 8 rows of 64 to --longest")
     paged.add_argument("--kv-scheme", default="bf16", metavar="SCHEME", help="both under a KV scheme, from the first token on")
     count(paged, "--layers", 32, "layers of that model")
     count(paged, "--hidden", 4096, "its hidden size")
@@ -251,7 +251,7 @@ def run_bench_paged(args: argparse.Namespace) -> int:
             contexts = [int(number) for number in args.random.split(",")]
         except ValueError:
             return say(f"--random {args.random} is not a list of numbers", 2)
-        return run_rows(args, lambda: paged.steps(contexts, args.layers, args.hidden, args.block, args.repeats, args.kv_scheme))
+        return run_rows(args, lambda: paged.steps(contexts, args.layers, args.hidden, args.block, args.repeats, args.kv_scheme, args.longest))
     if args.model is None:
         return say("add --model DIR, or --random CONTEXTS", 2)
     path = Path(model(args.model))

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..schemes import plan as schemes
 from ..schemes.convert import leaves
 from ..schemes.cost import Layer
 from ..schemes.plan import measured
@@ -21,6 +22,8 @@ from .table import Storage, Table
 # What logits may differ by, of their largest, before they are taken for wrong. What is wrong is wrong by far more; the
 # numbers themselves are compared bit for bit by the tests.
 TOLERANCE = 0.05
+# Of rows under a KV scheme, which were compared without it before.
+UNDER_A_SCHEME = 0.5
 # Tokens of the forwards that are compared.
 SEEN = (2, 1, 2)
 
@@ -53,32 +56,66 @@ class Plan:
         return into_blocks(caches, Table(storage))
 
 
-def make(model: Any, caches: Sequence[Any], costs: Sequence[Sequence[Layer]] | None = None) -> Plan | None:
+def make(model: Any, caches: Sequence[Any], scheme: schemes.Plan | None = None) -> Plan | None:
     """The plan for a model, whose fresh `caches` stay unused; None where no cache is of full attention. Raises ValueError with one sentence.
 
-    A KV scheme has `costs` of its own, each cache's layers.
+    `scheme` is a KV scheme's plan for it. Whether the model's attention takes rows is found out in its own precision, too: what rounds differently
+    beside another row may be quantized to the next step, in every layer.
     """
     plain = copy.deepcopy(list(caches))
     expected = [_run(model, plain, chunk) for chunk in _chunks(SEEN)]
-    sides = tuple(map(sides_of, leaves(plain)))
+    plan = _planned(plain, [[measured(leaf) for leaf in leaves([cache])] for cache in plain])
+    if plan is None:
+        return None
+    _alone(model, plan, caches, expected)
+    if all(hasattr(cache, "merge") for cache in caches):
+        plan = _of_rows(model, plan, caches, [expected[0][:, -1:], *expected[1:]])
+    return plan if scheme is None else _under(scheme, model, plan, caches)
+
+
+def _under(scheme: schemes.Plan, model: Any, plain: Plan, caches: Sequence[Any]) -> Plan | None:
+    """The same under a scheme, of a model whose plan without it is `plain`."""
+    fresh = schemes.apply(scheme, copy.deepcopy(list(caches)))
+    held = copy.deepcopy(fresh)
+    expected = [_run(model, held, chunk) for chunk in _chunks(SEEN)]
+    plan = _planned(held, scheme.layers, plain.padded)
+    if plan is None:
+        return None
+    _alone(model, plan, fresh, expected)
+    try:
+        if all(hasattr(cache, "merge") for cache in fresh):
+            _compare(_rows(model, plan, fresh), [expected[0][:, -1:], *expected[1:]], UNDER_A_SCHEME)
+    except Exception as error:
+        raise ValueError(f"the model's attention cannot read rows of paged KV under a scheme ({type(error).__name__}: {error})") from error
+    return plan
+
+
+def _planned(held: Sequence[Any], costs: Sequence[Sequence[Layer]], padded: bool = False) -> Plan | None:
+    """Of caches that hold tokens, and what each one's layers cost; None where none is of full attention."""
+    sides = tuple(map(sides_of, leaves(held)))
     if not any(sides):
         return None
-    costs = costs or [[measured(leaf) for leaf in leaves([cache])] for cache in plain]
     found = iter(sides)
     layers = tuple(tuple(layer if (side := next(found)) is None else Layer(computed=side.computed_bytes) for layer in each) for each in costs)
-    plan = Plan(sides, layers, padded=False)
+    return Plan(sides, layers, padded)
+
+
+def _alone(model: Any, plan: Plan, caches: Sequence[Any], expected: Sequence[mx.array]) -> None:
+    """Compare one row's logits."""
     try:
-        alone = plan.apply(copy.deepcopy(list(caches)), plan.storage(4, 2))
-        _compare([_run(model, alone, chunk) for chunk in _chunks(SEEN)], expected)
+        paged = plan.apply(copy.deepcopy(list(caches)), plan.storage(4, 2))
+        _compare([_run(model, paged, chunk) for chunk in _chunks(SEEN)], expected)
     except Exception as error:
         raise ValueError(f"the model's attention cannot read paged KV ({type(error).__name__}: {error})") from error
-    if not all(hasattr(cache, "merge") for cache in caches):
-        return plan
+
+
+def _of_rows(model: Any, plan: Plan, caches: Sequence[Any], expected: Sequence[mx.array]) -> Plan:
+    """The plan with which the model's attention reads rows."""
     reasons = []
     for padded in (False, True):
-        plan = Plan(sides, layers, padded)
+        plan = Plan(plan.sides, plan.layers, padded)
         try:
-            _compare(_rows(model, plan, caches), [expected[0][:, -1:], *expected[1:]])
+            _compare(_rows(model, plan, caches), expected)
             return plan
         except Exception as error:
             reasons.append(error)
@@ -119,9 +156,9 @@ def _rows(model: Any, plan: Plan, caches: Sequence[Any]) -> list[mx.array]:
     return [*seen, logits[:1]]
 
 
-def _compare(found: Sequence[mx.array], expected: Sequence[mx.array]) -> None:
+def _compare(found: Sequence[mx.array], expected: Sequence[mx.array], tolerance: float = TOLERANCE) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         theirs = theirs.astype(mx.float32)
         apart = mx.abs(mine.astype(mx.float32) - theirs).max().item()
-        if not apart <= TOLERANCE * max(1e-6, mx.abs(theirs).max().item()):
+        if not apart <= tolerance * max(1e-6, mx.abs(theirs).max().item()):
             raise ValueError(f"logits differ by {apart:.3g}")

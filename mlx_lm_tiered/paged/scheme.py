@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,12 +71,12 @@ class Pages:
         make_prompt_cache(model)  # asks for `caches`
 
     def caches(self, model: Any, path: Path | None, caches: list[Any]) -> list[Any]:
-        if self.scheme is not None:
-            caches = self.scheme.caches(model, path, caches)
+        # What they are under the scheme; the plan is made of those that the model makes.
+        theirs = caches if self.scheme is None else self.scheme.caches(model, path, copy.deepcopy(list(caches)))
         found = self._known(model, path, caches)
         if found is None or len(found[0].layers) != len(caches):
-            return caches
-        return found[0].apply(caches, found[1])
+            return theirs
+        return found[0].apply(theirs, found[1])
 
     def converts(self, model: Any) -> bool:
         return False
@@ -177,8 +178,7 @@ class Pages:
             return known[1]
         found = None
         try:
-            schemes = None if self.scheme is None else self.scheme.plan_of(model)
-            made = None if self.storages else plan.make(model, caches, None if schemes is None else schemes.layers)
+            made = None if self.storages else plan.make(model, caches, None if self.scheme is None else self.scheme.plan_of(model))
             if self.storages:
                 logger.info("paged KV: the pool is another model's, and the caches of %s stay as they are", path or "this model")
             elif made is None:
