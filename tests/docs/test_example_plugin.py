@@ -59,7 +59,7 @@ def test_the_plugin(tmp_path: Path):
                 install(project)
             if "--help" in block.text:
                 assert "--shelf DIR" in reader.output
-            if block.text.startswith("mlx_lm.server --model"):
+            if "--shelf ~/shelf" in block.text:
                 serve = block
         answers = [reader.client.complete(prompt, max_tokens=48) for _ in range(2)]
         plain = reader.client.complete(prompt, max_tokens=48, num_draft_tokens=0)
