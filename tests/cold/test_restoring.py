@@ -276,3 +276,20 @@ def test_closing_ends_what_is_not_done(store):
     threading.Timer(0.05, reads.go.set).start()
     background.close()
     assert all(ticket.done and ticket.restoring.failed for ticket in tickets)
+
+
+def test_how_far_a_restore_is_can_be_seen(store):
+    reads = Reads(store)
+    one = restorer(reads, max_bytes=1)  # so that the second waits
+    first, second = one.start(entry(store, 0)), one.start(entry(store, 1))
+    sizes = [sum(link.nbytes for link in entry(store, seed).chain) for seed in (0, 1)]
+    assert one.progress() == [(3000, 0, sizes[0]), (300, 0, sizes[1])]
+    reads.go.set()
+    until(lambda: first.done)
+    tokens, read, size = one.progress()[0]
+    assert (tokens, size) == (3000, sizes[0]) and 0.9 * size < read <= size
+    one.release(first)
+    until(lambda: second.done)
+    one.release(second)
+    assert one.progress() == []
+    one.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -18,11 +20,16 @@ from mlx_lm_tiered.runtime import Runtime
 from mlx_lm_tiered.served import NOTE
 from mlx_lm_tiered.serving.page.actions import Actions
 from mlx_lm_tiered.serving.page.page import Page
+from mlx_lm_tiered.serving.page.render import Renderer
+from mlx_lm_tiered.serving.page.state import figures
 from mlx_lm_tiered.serving.page.words import seconds
 from mlx_lm_tiered.serving.routes import routes
 from mlx_lm_tiered.settings import Settings
 
 EVIL = "<script>alert('x')</script>\"' onmouseover=x &amp;"
+
+
+REPORT = {**Runtime(Settings()).report(), "paged": {"blocks": 10, "blocks_used": 4, "blocks_shared": 2, "waiting": 1}}
 
 
 class Engine:
@@ -51,6 +58,15 @@ def test_what_others_wrote_is_shown_as_text():
     text = Page(runtime).handle(Request("GET", "/tiered", {}, {}, b"", True)).body.decode()
     assert "<script>alert" not in text and "&lt;script&gt;alert(" in text
     assert "' onmouseover" not in text and '" onmouseover' not in text
+
+
+def test_restores_and_the_pool_are_shown():
+    runtime = running()
+    runtime.storage = SimpleNamespace(restorer=SimpleNamespace(progress=lambda: [(300, 25, 100)]))  # type: ignore[assignment]
+    found = figures(SimpleNamespace(report=lambda: REPORT, source=None, requests=runtime.requests, storage=runtime.storage))
+    text = Renderer().sections(("now", "memory"), found)
+    assert 'max="100" value="25"' in text["now"] and "25 B of 100 B" in text["now"]
+    assert "40.0 %" in text["memory"] and "4 of 10 blocks, 2 shared, 1 requests wait" in re.sub(r"\s+", " ", text["memory"])
 
 
 def test_text_is_kept_only_when_it_may_be_shown(tiny_llama):

@@ -21,6 +21,7 @@ from .state import figures, lists
 EVERY = 1.0  # seconds between two looks
 SHARE = 0.001  # of the time, that each part of looking and making HTML may take
 LONGEST = 5.0  # seconds between two looks, whatever they take
+RELOAD = 2.0  # the same for who loads the page, and may have no script that shows him more
 READERS = 16  # streams of events at once: each has a thread
 HEADERS = {
     "Cache-Control": "no-store",
@@ -41,6 +42,7 @@ class Part:
 
     look: Callable[[Runtime], dict[str, Any]]
     sections: Sequence[str]
+    looked_at: float = 0.0
     stale_at: float = 0.0
 
 
@@ -63,7 +65,7 @@ class Page:
 
     def handle(self, request: Request) -> Reply:
         """``GET /tiered``."""
-        found, sections = self._look()
+        found, sections = self._look(RELOAD)
         metrics = (self._settings.metrics or self._settings.admin_routes) != "off"
         return page(200, self.renderer.page({**found, "metrics": metrics}, sections))
 
@@ -110,19 +112,19 @@ class Page:
         engine = self._runtime.engine
         return engine is not None and engine.stopping
 
-    def _look(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """What is known, and the inside of every section, in the page's order."""
+    def _look(self, oldest: float = LONGEST) -> tuple[dict[str, Any], dict[str, str]]:
+        """What is known, no older than so many seconds, and the inside of every section, in the page's order."""
         with self._lock:
             self.renderer.prepare()
             for part in self._parts:
-                if time.monotonic() >= part.stale_at:
+                if time.monotonic() >= min(part.stale_at, part.looked_at + oldest):
                     if part is self._parts[-1] and self._settings.cache_inspection:
                         self._read_partings()
                     self._refresh(part)
             return dict(self._state), {name: self._sections[name] for name in SECTIONS}
 
     def _refresh(self, part: Part) -> None:
-        started = time.thread_time()
+        started, part.looked_at = time.thread_time(), time.monotonic()
         self._state |= part.look(self._runtime)
         self._sections |= self.renderer.sections(part.sections, self._state)
         part.stale_at = time.monotonic() + min(LONGEST, max(EVERY, (time.thread_time() - started) / SHARE))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from importlib.resources import files
-from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from typing import TYPE_CHECKING, Any
 
 from . import words
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 # Each has a template of its name and is sent anew when it has changed.
 SECTIONS = {
@@ -24,18 +26,18 @@ SECTIONS = {
 STATIC = {"style.css": "text/css; charset=utf-8", "script.js": "text/javascript; charset=utf-8"}
 
 
-def _environment() -> Environment:
-    found = Environment(loader=PackageLoader(__package__, "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    found.filters.update({one.__name__: one for one in (words.size, words.number, words.percent, words.seconds, words.ago, words.rate, words.tier)})
-    found.globals.update(SECTIONS=SECTIONS)
-    return found
-
-
 class Renderer:
     """Makes HTML. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._environment = _environment()
+    @cached_property
+    def _environment(self) -> Environment:
+        """Made when somebody looks: a server must not start later for it."""
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+
+        found = Environment(loader=PackageLoader(__package__, "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        found.filters.update({one.__name__: one for one in (words.size, words.number, words.percent, words.seconds, words.ago, words.rate, words.tier)})
+        found.globals.update(SECTIONS=SECTIONS)
+        return found
 
     def prepare(self) -> None:
         """Read the templates, which takes a tenth of a second, once."""

@@ -5,17 +5,18 @@
   const connection = document.getElementById("connection");
   const pause = document.getElementById("pause");
   const dialog = document.getElementById("question");
+  const waiting = {};
   let events = null;
 
   function say(text) {
     connection.textContent = text;
   }
 
-  // What somebody works in holds still until the focus is elsewhere.
+  // What somebody works in holds still until the focus is elsewhere; all does while a question is open, as the focus returns to where it was.
   function show(sections) {
     for (const [name, html] of Object.entries(sections)) {
       const body = document.querySelector(`[data-section="${name}"]`);
-      if (body === null || body.contains(document.activeElement)) {
+      if (body === null || dialog.open || body.contains(document.activeElement)) {
         waiting[name] = html;
         continue;
       }
@@ -25,7 +26,6 @@
       delete waiting[name];
     }
   }
-  const waiting = {};
   document.addEventListener("focusout", () => setTimeout(() => show({ ...waiting }), 0));
 
   function connect() {
