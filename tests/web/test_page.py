@@ -174,6 +174,7 @@ def test_progress_moves(server, page):
     assert all("of" in text for text in seen(server, LONG, "prefill", 4))
     assert all(number(text) > 0 for text in seen(server, "Tell me", "decoding", 5))
     page.get_by_text("No request runs.").wait_for()
+    assert until(lambda: server.stats()["requests"]["finished"]["abort"]) == 2  # both were given up by their client
 
 
 @browsing
