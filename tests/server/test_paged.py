@@ -90,7 +90,13 @@ def test_every_tier_gives_the_tokens_of_caches_without_paging(family, scheme, ca
             kv = stats["kv"]
             assert kv["scheme"] == "affine:4:32@0" and kv["predicted_bytes"] <= kv["actual_bytes"] < 1.2 * kv["predicted_bytes"]
             assert paged["block_bytes"] / 16 == kv["bytes_per_1000_tokens"][model.name] / 1000
-        assert stats["faults"] == {} and (family != "llama" or stats["ram"]["bytes"] == paged["blocks_used"] * paged["block_bytes"])
+        assert stats["faults"] == {}
+        if family == "llama":
+            # The last request may not have let go of all its blocks yet.
+            until = time.monotonic() + 20
+            while (stats := server.stats())["ram"]["bytes"] != stats["paged"]["blocks_used"] * paged["block_bytes"] and time.monotonic() < until:
+                time.sleep(0.02)
+            assert stats["ram"]["bytes"] == stats["paged"]["blocks_used"] * paged["block_bytes"]
         assert server.flush()[0] == 200
         server.request("POST", "/admin/drain")
         assert settled(server, blocks_used=0)["blocks_used"] == 0, "what is on disk only takes no blocks"
