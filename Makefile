@@ -29,7 +29,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TEST_ARGS)
 
 docs: $(INSTALLED)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 types: $(INSTALLED)
 	$(BIN)/python -m mypy
