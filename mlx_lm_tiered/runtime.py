@@ -29,14 +29,14 @@ from .prefix.tiers import TieredPrefixCache
 from .schemes.spec import PLAIN, Spec
 from .served import NOTE, Requests
 from .settings import Settings, default_ram_bytes, format_size
-from .speculation.choose import MOST, OFF, Drafting
+from .speculation.choose import OFF, Drafting
 from .statistics import Statistics
 
 if TYPE_CHECKING:
     from .checkpoints.room import Checkpoints
     from .memory.footprint import Planned
-    from .paged.admission import Blocks
     from .paged.scheme import Pages
+    from .paging import Paging
     from .prefix.ram import Entry
     from .saving import Saver
     from .schemes.scheme import Scheme
@@ -71,8 +71,7 @@ class Runtime:
         self._spec = spec
         self._scheme: Scheme | None = None
         self._paged = paged
-        self._pages: Pages | None = None
-        self._blocks: Blocks | None = None
+        self._paging: Paging | None = None  # with --paged-kv, from the first look at a model on
         self._speculation: Speculating | None = None
         self.statistics = Statistics()
         self.requests = Requests()
@@ -129,7 +128,7 @@ class Runtime:
         )
         cache.inspected = self.settings.cache_inspection
         cache.is_clients, cache.on_lookup, cache.estimate = self._is_clients, self._note, self._prefill_seconds
-        if self._pages is not None or self._paged:
+        if self._paged:
             cache.adopted = self._adopted
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), storage.announcement if storage is not None else "SSD tier off (--ssd-cache DIR)")
@@ -137,14 +136,15 @@ class Runtime:
 
     def scheme(self) -> Scheme | Pages | None:
         """The KV scheme, made on first use; None where KV is stored as the model makes it."""
-        if self._pages is None and self._scheme is None:
-            if not self._spec.plain:
-                from .schemes.scheme import Scheme
+        if self._scheme is None and not self._spec.plain:
+            from .schemes.scheme import Scheme
 
-                self._scheme = Scheme(self._spec, self.statistics, self.settings.kernels)
-            if self._paged:
-                self._open_pages()
-        return self._pages or self._scheme
+            self._scheme = Scheme(self._spec, self.statistics, self.settings.kernels)
+        if self._paged and self._paging is None:
+            from .paging import Paging
+
+            self._paging = Paging(self.settings, self.statistics, self._scheme, self._drafting, self._relief, lambda: list(self._caches), self._queued)
+        return self._paging.pages if self._paging is not None else self._scheme
 
     def speculation(self) -> Speculating | None:
         """What requests get their drafts from, made on first use; None when it is off."""
@@ -167,21 +167,21 @@ class Runtime:
         return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
 
     def _plan_of(self, model: Any) -> Planned | None:
-        scheme = self._pages or self._scheme
+        scheme = self._paging.pages if self._paging is not None else self._scheme
         return scheme.plan_of(model) if scheme is not None else None
 
     def admit(self, request: Admission) -> Refused | None:
         """None when a request fits into memory and into the blocks; else what to tell its client."""
         refused = self.guard.admit(request)
-        return refused if refused is not None or self._blocks is None else self._blocks.admit(request)
+        return refused if refused is not None or self._paging is None else self._paging.blocks.admit(request)
 
     def hold(self, source: ModelSource, tokens: Sequence[int], max_tokens: int, preempted: int | None = None) -> Preparation | None:
         """What a request waits for before it is looked up."""
-        return self._blocks.wait(source, tokens, max_tokens, preempted) if self._blocks is not None else None
+        return self._paging.blocks.wait(source, tokens, max_tokens, preempted) if self._paging is not None else None
 
     def room(self, caches: Sequence[Any]) -> int | None:
         """How many tokens each of a batch's rows may get; 0 when the newest must leave."""
-        return self._blocks.room(caches) if self._blocks is not None else None
+        return self._paging.blocks.room(caches) if self._paging is not None else None
 
     def model_loaded(self, source: ModelSource) -> None:
         """Start fingerprinting the weights, off the path to readiness."""
@@ -248,23 +248,10 @@ class Runtime:
 
     def model_unloading(self, source: ModelSource) -> None:
         """Save a model's entries and free them before another takes its place; on the generation thread."""
-        if self.storage is None:
-            self._drop_blocks(source)
-            return
-        for cache in list(self._caches):
-            if cache.preparations is not None:
-                cache.preparations.cancel(source)
-        if self.checkpoints is not None:
-            self.checkpoints.resumptions.cancel(source)
-        namespace = self._namespace(source)
-        for cache in list(self._caches):
-            if cache.demotion is not None:
-                cache.demotion.due_now(namespace)
-        if any(entry.namespace == namespace for cache in list(self._caches) for entry in cache.ram):
-            self.flush_on_this_thread(SWAP_PATIENCE)
-            while self.idle_turn():
-                pass
-        self._drop_blocks(source)
+        if self.storage is not None:
+            self._save_all_of(source)
+        if self._paging is not None and self._paging.pages.storages:
+            self._paging.drop(self._namespace(source))
 
     def flush_on_this_thread(self, timeout: float) -> bool:
         """The same for a script, whose own thread is the generation thread."""
@@ -331,7 +318,7 @@ class Runtime:
             "ssd": self._report_ssd(caches),
             "warm": self.warmer.report() if self.warmer is not None else None,
             "speculation": self._speculation.report() if self._speculation is not None else None,
-            "paged": self._blocks.report() if self._blocks is not None else None,
+            "paged": self._paging.blocks.report() if self._paging is not None else None,
             "kv": self._scheme.report([entry for cache in caches for entry in cache.ram]) if self._scheme is not None else None,
         }
 
@@ -365,12 +352,32 @@ class Runtime:
 
     # Inside
 
+    def _save_all_of(self, source: ModelSource) -> None:
+        """Have what is kept of a model on disk, as far as there is time, and nothing of it on its way into memory."""
+        for cache in list(self._caches):
+            if cache.preparations is not None:
+                cache.preparations.cancel(source)
+        if self.checkpoints is not None:
+            self.checkpoints.resumptions.cancel(source)
+        namespace = self._namespace(source)
+        for cache in list(self._caches):
+            if cache.demotion is not None:
+                cache.demotion.due_now(namespace)
+        if any(entry.namespace == namespace for cache in list(self._caches) for entry in cache.ram):
+            self.flush_on_this_thread(SWAP_PATIENCE)
+            while self.idle_turn():
+                pass
+
     def _is_clients(self, tokens: Sequence[int]) -> bool:
         """Whether a lookup is a client's, and not one of `--warm`."""
         if self.warmer is None or self.warmer.is_clients(tokens):
             return True
         self._note(None)
         return False
+
+    def _queued(self) -> list[Any]:
+        """What is in memory only until it is written."""
+        return self.storage.queue.jobs() if self.storage is not None else []
 
     def _note(self, lookup: Lookup | None) -> None:
         request = self.engine.request if self.engine is not None else None
@@ -382,42 +389,8 @@ class Runtime:
             return self.storage.tier.prefill_seconds(source, tokens)
         return self._rates.prefill_seconds(str(source.path), 0, tokens)
 
-    def _open_pages(self) -> None:
-        from .paged.admission import Blocks
-        from .paged.scheme import Pages
-
-        size = self.settings.paged_kv_pool
-        self._pages = Pages(self.settings.paged_kv_block_size, default_ram_bytes() if size is None else size, self.statistics, self.settings.kernels, self._scheme)
-        drafts = MOST if self._drafting.source != "off" else 0
-        self._blocks = Blocks(self._pages, self._stored, lambda enough, choose: self._relief.until(enough, choose=choose), self._lender, drafts=drafts)
-
-    def _stored(self) -> list[Any]:
-        """All stored prefixes in memory, those included that are only there until they are written."""
-        return [entry for cache in list(self._caches) for entry in cache.entries()] + (self.storage.queue.jobs() if self.storage is not None else [])
-
-    def _lender(self, source: ModelSource, tokens: Sequence[int]) -> tuple[Entry, int] | None:
-        """The stored prefix in memory that a request will find, and its length."""
-        key = token_key(tokens)
-        found = [one for cache in list(self._caches) if (one := cache.lender(source, tokens, key)) is not None]
-        return max(found, key=lambda one: one[1], default=None)
-
     def _adopted(self, source: ModelSource, caches: list[Any], lender: tuple[Entry, int] | None) -> list[Any] | None:
-        if self._pages is None:
-            return caches
-        if source == drafting.identity(self._drafting):
-            return self._pages.unpaged(caches)
-        return self._pages.adopted(source.path, caches, *(lender or ()))
-
-    def _drop_blocks(self, source: ModelSource) -> None:
-        """Let go of a model's pool: what is stored in its blocks goes with the model."""
-        if self._pages is None or not self._pages.storages:
-            return
-        namespace = self._namespace(source)
-        for cache in list(self._caches):
-            for entry in cache.entries():
-                if entry.namespace == namespace:
-                    cache.release(entry)
-        self._pages.unloaded()
+        return caches if self._paging is None else self._paging.adopted(source, caches, lender)
 
     def _open_storage(self, restoring_bytes: int) -> None:
         """Not before there is something to serve: a server sets up its log after its flags are read."""
