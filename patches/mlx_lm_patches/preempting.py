@@ -111,6 +111,7 @@ class Preempting:
         self._parked: list[Parked] = []  # the oldest first: rows leave the newest first, and come back the other way round
         self._return: Return | None = None
         self._granted = 0  # tokens that each row may get before the plugins are asked again
+        self._among = 0  # rows that there were then: one that is alone may be drafted for, which takes more
         self._signed = 0.0
 
     @property
@@ -122,6 +123,8 @@ class Preempting:
         """Let rows leave until the others have room for a step; bring one back that was away."""
         import mlx.core as mx
 
+        if self._among != len(self._generator._generation_batch):
+            self._granted = 0
         if self._granted > 0 and not self._parked:
             return
         with mx.stream(self._generator._stream):
@@ -156,7 +159,7 @@ class Preempting:
         generator = self._generator
         batch = generator._generation_batch
         while any(uid in self._rows for uid in batch.uids):
-            self._granted = self._room(batch.prompt_cache)
+            self._granted, self._among = self._room(batch.prompt_cache), len(batch)
             if self._granted > 0:
                 return
             there = [*batch.uids, *generator._prompt_batch.uids, *(sequence[0] for sequence in generator._unprocessed_sequences)]

@@ -46,6 +46,8 @@ class Rooms:
     def __init__(self, at=(), lost=False):
         self.at, self.lost = set(at), lost
         self.asked = self.left = 0
+        self.granted = 1
+        self.among: list[int] = []  # rows of each question
         self.plugin: Witness | None = None
         self.holding = threading.Event()  # rows that left stay away while it is not set
         self.holding.set()
@@ -55,12 +57,13 @@ class Rooms:
     def room(self, caches):
         assert caches and self.plugin is not None
         self.asked += 1
+        self.among.append(len(caches[0].offset) if hasattr(caches[0], "offset") else 0)
         if self.lost:
             self.plugin.prefixes[0].entries.clear()
         if self.asked in self.at:
             self.left += 1
             return 0
-        return 1
+        return self.granted
 
     def step(self):
         return self.holding.is_set()
@@ -202,3 +205,13 @@ def test_a_plugin_that_fails_to_answer_has_no_row_leave(tiny_llama, rooms, monke
         expected = ask(generator, "first", 60)
         monkeypatch.setattr(rooms, "room", lambda caches: 1 / 0)
         assert ask(generator, "first", 60) == expected and rooms.left == 0
+
+
+def test_what_is_granted_to_rows_is_not_granted_to_one_that_is_alone(tiny_llama, rooms):
+    """It may be drafted for, beside what it keeps."""
+    with serving(tiny_llama) as (_, generator):
+        together(generator)
+        rooms.granted = 1000
+        rooms.among.clear()
+        together(generator)
+        assert max(rooms.among) > 1 and rooms.among[-1] == 1 and len(rooms.among) <= 2 * len(TEXTS), "whenever one joins or ends"
