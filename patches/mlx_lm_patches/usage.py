@@ -35,11 +35,12 @@ def end(runtime: Runtime, speculator: Speculator) -> None:
 
 
 def tell(runtime: Runtime, context: Any, speculator: Speculator) -> None:
-    """Have a request's answer say what its speculator did."""
+    """Have a request's answer say what its speculator did, beside those before it: a row that leaves its batch and comes back has another one."""
     if context is None:
         return
     try:
-        setattr(context, USAGE, dict(speculator.usage()))
+        before = getattr(context, USAGE, {})
+        setattr(context, USAGE, {name: count + before.get(name, 0) for name, count in speculator.usage().items()})
     except Exception as error:
         runtime.fault("asking what speculation did", error)
 

@@ -12,7 +12,7 @@ from test_seam_server import serving
 from witness import Witness
 
 from mlx_lm_hooks import Refused, hookimpl
-from mlx_lm_patches import preempting
+from mlx_lm_patches import preempting, usage
 from mlx_lm_patches.mailbox import give_up
 
 TEXTS = {"first": 60, "Tell me about the os module": 90, "third": 30, "another one, a little longer than the others": 75}
@@ -215,3 +215,46 @@ def test_what_is_granted_to_rows_is_not_granted_to_one_that_is_alone(tiny_llama,
         rooms.among.clear()
         together(generator)
         assert max(rooms.among) > 1 and rooms.among[-1] == 1 and len(rooms.among) <= 2 * len(TEXTS), "whenever one joins or ends"
+
+
+class Counting:
+    """A `Speculation` whose speculators, one for each time that a row is in the batch, count how often they are asked to draft."""
+
+    def __init__(self):
+        self.begun = self.asked = 0
+
+    def model_loaded(self, model):
+        pass
+
+    def begin(self, model, row):
+        self.begun += 1
+        return Counted(self)
+
+
+class Counted:
+    def __init__(self, among):
+        self._among, self._own = among, 0
+
+    def advance(self, row):
+        self._among.asked += 1
+        self._own += 1
+        return False
+
+    def usage(self):
+        return {"drafted_tokens": self._own}
+
+    def end(self):
+        pass
+
+
+def test_usage_says_what_was_drafted_before_a_row_left_too(tiny_llama, rooms, monkeypatch):
+    speculation = Counting()
+    monkeypatch.setattr(Witness, "mlx_lm_speculation", hookimpl(lambda self: speculation))
+    contexts = []
+    with serving(tiny_llama) as (_, generator):
+        generate = generator.generate
+        monkeypatch.setattr(generator, "generate", lambda *a, **k: contexts.append(generate(*a, **k)) or contexts[-1])
+        rooms.at = {rooms.asked + 10, rooms.asked + 30}
+        ask(generator, "first", 60)
+    assert rooms.left == 2 and speculation.begun == 3 and speculation.asked == 60
+    assert getattr(contexts[0][0], usage.USAGE) == {"drafted_tokens": 60}
