@@ -38,6 +38,7 @@ class Engine:
         self._busy_turn_at = 0.0
         self._held = Held(runtime)
         self._prepared: Any = None  # of the request delivered last
+        self._returning: Preparation | None = None  # of the row that is on its way back into the batch
         self._model: Any = None  # that the request delivered last names; upstream loads no other before the next one
         self.current: Mailbox | None = None  # of the request delivered last
         # Ranks of a distributed server must decide alike, and each has its own memory.
@@ -179,6 +180,8 @@ class Engine:
         self._model = None
         for mailbox in self._open:
             mailbox.fail(error)
+        if self._returning is not None:
+            self.let_go(self._returning)
 
     def keep(self, tokens: list[int], caches: list[Any], role: str) -> None:
         """Store what a request leaves that nobody waits for."""
@@ -192,9 +195,11 @@ class Engine:
         return self._runtime.source_for(self._generator.model_provider.model_key)
 
     def waits_for(self, tokens: list[int], known: int, max_tokens: int, preempted: int) -> Preparation | None:
-        return waits_for(self._runtime, self._generator, tokens, known, max_tokens, preempted)
+        self._returning = waits_for(self._runtime, self._generator, tokens, known, max_tokens, preempted)
+        return self._returning
 
     def let_go(self, preparation: Preparation) -> None:
+        self._returning = None
         self._held.let_go(preparation)
 
     def fetch(self, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:

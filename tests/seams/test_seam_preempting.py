@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +15,7 @@ from witness import Witness
 
 from mlx_lm_hooks import Refused, hookimpl
 from mlx_lm_patches import preempting, usage
+from mlx_lm_patches.features import isolation
 from mlx_lm_patches.mailbox import give_up
 
 TEXTS = {"first": 60, "Tell me about the os module": 90, "third": 30, "another one, a little longer than the others": 75}
@@ -46,6 +49,7 @@ class Rooms:
     def __init__(self, at=(), lost=False):
         self.at, self.lost = set(at), lost
         self.asked = self.left = 0
+        self.cancelled = 0
         self.granted = 1
         self.among: list[int] = []  # rows of each question
         self.plugin: Witness | None = None
@@ -69,7 +73,7 @@ class Rooms:
         return self.holding.is_set()
 
     def cancel(self):
-        pass
+        self.cancelled += 1
 
 
 @pytest.fixture
@@ -198,6 +202,38 @@ def test_a_row_that_can_never_come_back_is_told_so(tiny_llama, rooms):
             ask(generator, "first", 60)
         rooms.refusing = False
         assert ask(generator, "first", 60)[0] == expected[0] and not plugin.engine.decoding or plugin.engine.busy
+
+
+def test_a_loop_that_begins_anew_lets_go_of_rows_that_were_away(tiny_llama, rooms, monkeypatch):
+    """Else the first in line is one that nobody asks for any more, and the batch is there until it is collected."""
+    from mlx_lm import server
+
+    formatted = server._format_top_logprobs
+
+    def generators():
+        return [weakref.ref(one) for one in gc.get_objects() if type(one).__name__ == "BatchGenerator"]
+
+    def once(*args):
+        monkeypatch.setattr(server, "_format_top_logprobs", formatted)
+        raise ZeroDivisionError
+
+    with serving(tiny_llama) as (_, generator), ThreadPoolExecutor() as pool:
+        expected = ask(generator, "first", 60)
+        rooms.holding.clear()
+        rooms.at = {rooms.asked + 10}
+        futures = [pool.submit(ask, generator, text, most) for text, most in TEXTS.items()]
+        until(lambda: rooms.left == 1)
+        failing = generators()
+        gc.disable()
+        try:
+            monkeypatch.setattr(isolation.log, "exception", lambda *a: None)  # pytest keeps what is logged, with its frames
+            monkeypatch.setattr(server, "_format_top_logprobs", once)
+            assert any(isinstance(future.exception(20), ZeroDivisionError) for future in futures)
+            until(lambda: rooms.cancelled == 1)
+            until(lambda: all(one() is None for one in failing))
+        finally:
+            gc.enable()
+        assert ask(generator, "first", 60)[0] == expected[0]
 
 
 def test_a_plugin_that_fails_to_answer_has_no_row_leave(tiny_llama, rooms, monkeypatch):

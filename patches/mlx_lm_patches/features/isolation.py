@@ -7,6 +7,7 @@ any error ends the generation thread, and with it every request, for good.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ def build_generate(original: Callable[..., Any], runtime: Runtime) -> Callable[.
                 log.exception("the generation loop failed; it begins anew, the requests in it get the error")
                 # The traceback holds the batch that failed.
                 engine.fail_all(error.with_traceback(None))
+            gc.collect()  # the batch is in cycles, and what it holds would stay until some later collection
 
     return _generate
 
