@@ -62,7 +62,7 @@ class Blocks:
             return None
         if storage.blocks_for(longest(len(tokens), max_tokens)) > storage.pool.total:
             return None
-        waiting = Waiting(self, storage, source, tokens, max_tokens, preempted)
+        waiting = Waiting(self, source, tokens, max_tokens, preempted)
         if (preempted or not self._line) and self._fits(waiting):
             return None
         if preempted:
@@ -141,7 +141,7 @@ class Blocks:
         if now < waiting.until:
             if now < self._look_at:
                 return False
-            stays = not self._fits(waiting) and not self._idle(waiting.storage)
+            stays = not self._fits(waiting) and not self._idle(waiting)
             after = self._clock()
             self._look_at = after + max(LEAST, LOOK_AGAIN * (after - now))
             if stays:
@@ -157,7 +157,9 @@ class Blocks:
     # Inside
 
     def _fits(self, waiting: Waiting) -> bool:
-        storage = waiting.storage
+        storage = self._pages.storages.get(waiting.source.path)
+        if storage is None:
+            return True  # its model has gone, and comes back with all its blocks
         need = storage.blocks_for(promised(len(waiting.tokens), waiting.max_tokens, waiting.preempted))
         available = storage.pool.available
         if need <= available:
@@ -210,8 +212,9 @@ class Blocks:
             drafts = drafts if reservation.more > 0 else 0
         return min(LOOK, table.room - drafts)
 
-    def _idle(self, storage: Storage) -> bool:
+    def _idle(self, waiting: Waiting) -> bool:
         """Whether no request has any blocks."""
+        storage = self._pages.storages[waiting.source.path]
         return storage.pool.reserved == 0 and storage.pool.used == len(self._idle_blocks(storage))
 
     def _relieve(self, storage: Storage, missing: int, last: bool) -> None:
@@ -223,10 +226,10 @@ class Blocks:
 
 
 class Waiting:
-    """The contract's `Preparation` of a request that waits for blocks."""
+    """The contract's `Preparation` of a request that waits for blocks. It holds no pool, which may go meanwhile with its model."""
 
-    def __init__(self, blocks: Blocks, storage: Storage, source: Any, tokens: Sequence[int], max_tokens: int, preempted: int | None):
-        self.storage, self.source, self.tokens, self.max_tokens, self.preempted = storage, source, tokens, max_tokens, preempted
+    def __init__(self, blocks: Blocks, source: Any, tokens: Sequence[int], max_tokens: int, preempted: int | None):
+        self.source, self.tokens, self.max_tokens, self.preempted = source, tokens, max_tokens, preempted
         # Who was admitted once, and has answered in part, waits as long as it takes.
         self.until = math.inf if preempted else blocks._clock() + PATIENCE
         self._blocks = blocks

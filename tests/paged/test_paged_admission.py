@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,15 @@ def test_patience_ends_and_who_waits_for_nothing_is_let_go(world):
     gone = world.wait(39, 1)
     gone.cancel()
     assert busy and world.blocks.report()["waiting"] == 0
+
+
+def test_who_waits_keeps_no_pool_of_a_model_that_goes(world):
+    _, running = world.admit(20, 8)
+    waiting = world.wait(19, 1)
+    pool = weakref.ref(world.storage)
+    world.pages.unloaded()
+    del running, world.storage
+    assert pool() is None and waiting.step(), "its model will be loaded for it"
 
 
 def test_what_is_larger_than_the_pool_does_not_stand_in_the_line_of_others(world):
