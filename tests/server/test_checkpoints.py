@@ -29,7 +29,7 @@ CASES = {
     "lfm2, speculating": ("lfm2", {}),
     "lfm2, drafted for": ("lfm2", {}),
     "llama, two rows, paged": ("llama", {}, {"messages": user("What is a tuple?"), "repetition_penalty": 1.2, "repetition_context_size": 40}),
-    "gemma4_text, drafted for, paged": ("gemma4_text", {}),
+    "gemma4_text, drafted for, paged, quantized": ("gemma4_text", {}),
     "llama, single": ("llama", {"seed": 7, "temperature": 0.8, "repetition_penalty": 1.3, "repetition_context_size": 40}),
 }
 
@@ -86,7 +86,7 @@ def test_a_killed_generation_goes_on(case, cache_dir, tmp_path):
     requests = [body(**one) for one in options]
     drafts = {"speculating": ["--speculation", "ngram"], "drafted for": ["--draft-model", str(TINY["llama"])]}
     drafting = [flag for name, given in drafts.items() if name in case for flag in given]
-    flags = ["--generation-checkpoint", EVERY, *drafting, *(PAGED if "paged" in case else [])]
+    flags = ["--generation-checkpoint", EVERY, *drafting, *(PAGED if "paged" in case else []), *(["--kv-scheme", "affine:8:32"] if "quantized" in case else [])]
     server = tiered(TINY[family], cache_dir, *flags, log=tmp_path / "log")
     interrupted(server, cache_dir, *requests)
     if case == "llama, two rows, paged":
