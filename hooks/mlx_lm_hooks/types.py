@@ -223,6 +223,10 @@ class CheckpointPreparation(Preparation, Protocol):
     def found(self) -> bool:
         """Once `step` gave True: whether there is a checkpoint to go on from. If not, the request's prompt is looked up as any other."""
 
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Where there is one: its prompt and what was emitted. The request then waits for room for these, not for its prompt alone."""
+
 
 class GenerationCheckpoints(Protocol):
     """Keeps generations so that they outlive the process. Generation thread only."""

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from mlx_lm_hooks import ModelSource
 
+from ..index.keys import key_tokens
 from .catalog import ColdEntry
 from .restore import Restored
 from .restoring import Restorer, Ticket
@@ -72,6 +73,11 @@ class Ahead:
     def found(self) -> bool:
         """Whether something was restored, and not taken yet."""
         return self._ended and self._ticket is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the entry that is being restored, or was."""
+        return key_tokens(self._ticket.entry.key) if self._ticket is not None else []
 
     def caches(self) -> tuple[ColdEntry, Restored] | None:
         """The entry that was restored, with its caches, once; None when nothing was, or not yet."""

@@ -105,6 +105,11 @@ def prepare(runtime: Runtime, source: ModelSource, otherwise: Callable[[], Prepa
     return otherwise() if resumption is None else _Resumption(resumption, otherwise)
 
 
+def goes_on_with(preparation: Preparation | None) -> list[int]:
+    """The tokens of the checkpoint that a preparation, which is done, has found; none where it found none."""
+    return preparation.tokens if isinstance(preparation, _Resumption) else []
+
+
 class _Resumption:
     """Implements the contract's `Preparation`: a checkpoint's, and behind it the prompt's, where there turns out to be no checkpoint."""
 
@@ -112,6 +117,11 @@ class _Resumption:
         self._checkpoint = checkpoint
         self._otherwise: Callable[[], Preparation | None] | None = otherwise
         self._prompt: Preparation | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the request goes on with, once `step` gave True; none where it begins with its prompt."""
+        return list(self._checkpoint.tokens) if self._checkpoint.found else []
 
     def step(self) -> bool:
         if self._otherwise is not None:

@@ -74,7 +74,12 @@ def preparation_for(runtime: Runtime, generator: Any, request: Any, args: Any) -
     setattr(request, _TOKENIZED, (provider.model_key, result))
     source, prepare = runtime.source_for(provider.model_key), generator.prompt_cache.prepare
     restore = checkpointing.prepare(runtime, source, lambda: prepare(provider.model_key, result[0]))
-    return _behind(restore, lambda: _hold(runtime, source, result[0], args.max_tokens, 0 if runtime.preempts else None))
+
+    def hold() -> Preparation | None:
+        tokens = checkpointing.goes_on_with(restore) or result[0]
+        return _hold(runtime, source, tokens, args.max_tokens + len(result[0]) - len(tokens), 0 if runtime.preempts else None)
+
+    return _behind(restore, hold)
 
 
 def waits_for(runtime: Runtime, generator: Any, tokens: list[int], known: int, max_tokens: int, preempted: int) -> Preparation | None:

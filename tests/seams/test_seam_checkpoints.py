@@ -17,6 +17,7 @@ from test_seam_server import arguments
 from witness import Witness
 
 from mlx_lm_hooks import Admission, GenerationState, Invocation, Refused, hookimpl
+from mlx_lm_patches import holding
 from mlx_lm_patches.host import host
 
 QUESTION = "Tell me about the os module and its functions."
@@ -253,7 +254,7 @@ class Waiting:
     """A preparation that is ready when told."""
 
     def __init__(self, found: bool):
-        self.found = found
+        self.found, self.tokens = found, []
         self.ready = threading.Event()
         self.steps = self.cancels = 0
 
@@ -272,10 +273,13 @@ def test_those_that_decode_go_on_while_a_checkpoint_is_read(tiny_llama, monkeypa
         args = options()
         whole = ask(generator, args)
         keeper.resume = 20 if found else None
-        made, checkpoint, prefix, begun = [], Waiting(found), Waiting(False), []
+        made, checkpoint, prefix, begun, rooms = [], Waiting(found), Waiting(False), [], []
+        monkeypatch.setattr(holding, "_hold", lambda runtime, source, tokens, most, preempted: rooms.append((tokens, most)))
 
         def prepare(source, prompt, policy):
             made.append(policy)
+            if found and policy in keeper.states:
+                checkpoint.tokens = keeper.states[policy][keeper.resume].tokens
             return checkpoint if policy in keeper.states else None
 
         def otherwise(cache, model, tokens):
@@ -297,3 +301,5 @@ def test_those_that_decode_go_on_while_a_checkpoint_is_read(tiny_llama, monkeypa
         assert held.result(30) == whole
         until(lambda: checkpoint.cancels and (found or prefix.cancels))
         assert bool(prefix.steps) != found and len(set(made)) == len(made)
+        # It waits for room for what it goes on with.
+        assert ((checkpoint.tokens, args.max_tokens - 20) in rooms) == found
