@@ -70,9 +70,8 @@ class Mailbox:
             self.ended = True
         if isinstance(item, Exception):
             item = without_memory(item) or item
+            _without_frames(item)
         if isinstance(item, Refused):
-            # Its frames hold the request's caches, which must go now, not at some garbage collection.
-            item.__traceback__ = None
             self.held = False
         self.open()
         self.queue.put(item)
@@ -88,3 +87,12 @@ class Mailbox:
         self.put(error)
         if self.context is not None:
             self.context.stop()
+
+
+def _without_frames(error: BaseException | None) -> None:
+    """Have an error, and what it came from, let go of its frames. They hold the request's caches, which must go now: whoever has gone reads no answer."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from queue import Queue
 
 import pytest
 from support.waiting import until
 from test_seam_server import ask, serving
 
 from mlx_lm_hooks.types import Refused
+from mlx_lm_patches.mailbox import Mailbox
 
 TEXTS = ("first", "second", "third")
 LENGTH = 60
@@ -304,3 +307,25 @@ def test_a_loop_that_cannot_run_ends_as_ever(tiny_llama, monkeypatch):
     monkeypatch.setattr(server.ModelProvider, "load_default", lambda self: (_ for _ in ()).throw(Boom("on purpose")))
     with serving(tiny_llama) as (_, generator):
         until(lambda: not generator.is_healthy)
+
+
+def test_an_error_that_nobody_reads_holds_nothing_of_its_request():
+    """The client of a request outside the batch went away: the frames of its error held caches, and who waits for their blocks waited for the next request."""
+
+    def fails(caches):
+        try:
+            raise KeyError(len(caches))
+        except KeyError as error:
+            raise Boom("on purpose") from error
+
+    class Caches(list):
+        pass
+
+    caches, mailbox = Caches(), Mailbox(Queue())
+    held = weakref.ref(caches)
+    try:
+        fails(caches)
+    except Boom as error:
+        mailbox.put(error)
+    del caches
+    assert held() is None and isinstance(mailbox.queue.get(), Boom)
