@@ -18,14 +18,18 @@ from mlx_lm_hooks import disable, enable
 KEPT = ("mlx_lm.models.base", "mlx_lm.models.cache")
 
 
-@contextlib.contextmanager
-def scheme(text: str, **settings: Any) -> Iterator[None]:
-    """The plugin switched on with ``--kv-scheme``, without a RAM tier unless asked for."""
-    # A model's module that another test imported before keeps mlx-lm's attention: it is imported anew.
+def forget_models() -> None:
+    """Have models' modules imported anew: one that another test imported before keeps mlx-lm's attention."""
     for name in [name for name in sys.modules if name.startswith("mlx_lm.models.") and name not in KEPT]:
         if hasattr(sys.modules[name], "scaled_dot_product_attention"):
             del sys.modules[name]
             vars(sys.modules["mlx_lm.models"]).pop(name.rpartition(".")[2], None)
+
+
+@contextlib.contextmanager
+def scheme(text: str, **settings: Any) -> Iterator[None]:
+    """The plugin switched on with ``--kv-scheme``, without a RAM tier unless asked for."""
+    forget_models()
     enable("tiered", kv_scheme=text, **{"prompt_cache_bytes": 0, **settings})
     try:
         yield

@@ -9,6 +9,7 @@ import sys
 import pytest
 from families import write_model_dir
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from scheme_runs import forget_models
 from support.models import TINY
 
 from mlx_lm_tiered.bench import in_process, needle, turboquant
@@ -55,6 +56,7 @@ def test_divergence_on_a_trained_model(tmp_path):
 
     The affine bits are those of the layers with full attention alone, which TurboQuant is for.
     """
+    forget_models()
     texts = ["turbo:k8v8", "turbo:k8v4", "turbo:k8v3", "turbo:k8v2"]
     _, first = in_process.named(texts)[0]
     model, tokenizer = in_process.loaded(TINY["gemma4_text"], [first])

@@ -222,6 +222,9 @@ EFFECTS = {
     "memory_budget": "test_memory_guard.py::test_a_prompt_that_can_never_fit_is_refused_for_good",
     "shutdown_timeout": "test_restart.py::test_the_shutdown_timeout_holds",
     "warm": "test_warm.py::test_a_warmed_prompt_hits_and_what_is_stored_is_left_alone",
+    "metrics": "../web/test_page.py::test_there_is_no_page_and_no_metrics_where_they_are_off",
+    "status_page": "../web/test_page.py::test_there_is_no_page_and_no_metrics_where_they_are_off",
+    "cache_inspection": "../web/test_page.py::server",
     "admin_routes": "test_faults.py::test_routes_are_for_this_machine_and_this_origin",
 }
 

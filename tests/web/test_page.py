@@ -368,3 +368,10 @@ def test_a_stop_does_not_wait_for_who_looks(tiny_llama, tmp_path):
             assert time.monotonic() - started < 5
             ended.join(5)
             assert not ended.is_alive()
+
+
+def test_there_is_no_page_and_no_metrics_where_they_are_off(server, tiny_llama, tmp_path):
+    assert all(server.request("GET", path)[0] == 200 for path in ("/tiered", "/metrics"))
+    with tiered(tiny_llama, None, "--metrics", "off", env={"MLX_LM_TIERED_STATUS_PAGE": "off"}, log=tmp_path / "log") as other:
+        assert all(other.request("GET", path)[0] == 404 for path in ("/tiered", "/tiered/state", "/metrics"))
+        assert other.request("GET", "/stats")[0] == 200
