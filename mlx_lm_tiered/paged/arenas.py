@@ -7,7 +7,7 @@ cache hands out; with blocks first, each step would have to copy them.
 mlx writes into an array in place only while it has one handle. Nobody may keep
 another one across a write: the next write would copy the whole arena.
 
-Slots are read by indexing: on a processor `mx.take` along an axis takes ten times as long.
+Slots are read by indexing: on a processor `mx.take` along an axis takes twice as long (in bf16 20 times).
 """
 
 from __future__ import annotations
