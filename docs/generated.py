@@ -6,7 +6,6 @@ stand in pages that are read without the site, too; `tests/docs` holds those to 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import os
@@ -42,20 +41,10 @@ def commands() -> str:
         "What `--help` says. [Commands](../commands.md) says what they are for, [settings](../settings.md) has the flags of the server.",
     ]
     os.environ.update(COLUMNS="100", NO_COLOR="1")
-    for parser in leaves(cli._parser()):
+    for parser in cli.command_parsers():
         if parser.prog != f"{cli.PROGRAM} serve":
             page += [f"## `{parser.prog}`", f"```text\n{parser.format_help()}```"]
     return "\n\n".join(page) + "\n"
-
-
-def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parsers of commands that have none below them, each once."""
-    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not below:
-        yield parser
-    for action in below:
-        for command in dict.fromkeys(action.choices.values()):
-            yield from leaves(command)
 
 
 def types() -> str:

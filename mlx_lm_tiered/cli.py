@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .commands import bench, cache
@@ -83,6 +83,17 @@ def serve(argv: Sequence[str]) -> int:
     asked = any(arg == "--plugin" or arg.startswith("--plugin=") for arg in argv)
     find_host().launch("server", list(argv) if asked else ["--plugin", "tiered", *argv])
     return 0
+
+
+def command_parsers(parser: argparse.ArgumentParser | None = None) -> Iterator[argparse.ArgumentParser]:
+    """The parsers of the commands that have none below them, each once."""
+    parser = parser or _parser()
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield parser
+    for action in below:
+        for command in dict.fromkeys(action.choices.values()):
+            yield from command_parsers(command)
 
 
 def run_demo(args: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ class Paging:
         self.blocks = Blocks(self.pages, self._stored, lambda enough, choose: relief.until(enough, choose=choose), self._lender, drafts=drafts)
 
     def adopted(self, source: ModelSource, caches: list[Any], lender: tuple[Entry, int] | None) -> list[Any] | None:
-        """Restored caches in blocks, those that `lender` has shared with it; a draft model's as they are without paging."""
+        """Restored caches in blocks, of which those that hold what `lender` does are shared with it; a draft model's caches as they are without paging."""
         if source == drafting.identity(self._drafting):
             return self.pages.unpaged(caches)
         return self.pages.adopted(source.path, caches, *(lender or ()))

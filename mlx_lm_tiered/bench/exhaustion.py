@@ -77,7 +77,7 @@ def run(model: Path | None, requests: int = 200, room: int = 20, seed: int = 0) 
         "bench": "exhaustion", "model": str(model) if model else "random weights", "seed": seed, "requests": requests,
         "room": room, "blocks": reports[0]["blocks"], "blocks_peak": max(report["blocks_peak"] for report in reports),
         **{name: outcomes[name] for name in ("right", "refused", "given_up", "wrong", "failed")},
-        "waits": sum(report["waits"] for report in reports), "preempted": sum(report.get("preempted", 0) for report in reports),
+        "waits": sum(report["waits"] for report in reports), "preempted": sum(report["preempted"] for report in reports),
         "restored": restored, **{f"{name}_left": count for name, count in left.items()},
         "seconds": time.monotonic() - started, "faults": faults,
     }  # fmt: skip

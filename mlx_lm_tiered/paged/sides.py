@@ -15,7 +15,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..kernels.records import Record
-from ..schemes.held import HeldRecords
 from ..schemes.lockstep import Single
 
 
@@ -169,12 +168,11 @@ class Packed(Sides):
         return _flat(self.empty.encode(self.empty.form, keys, values))
 
     def fetched(self, arrays: Sequence[mx.array]) -> tuple[Any, Any]:
-        like, record = self.empty, self.record
-        if record is not None:
+        if self.record is not None:
             (records,) = arrays
-            return tuple(HeldRecords(records, records.shape[2], record, side, cut) for side, cut in enumerate((like.keys_of, like.values_of)))  # type: ignore[return-value]
+            return self.empty.held(records, records.shape[2])
         half = len(arrays) // 2
-        return like.keys_of(arrays[:half]), like.values_of(arrays[half:])
+        return self.empty.keys_of(arrays[:half]), self.empty.values_of(arrays[half:])
 
     def taken(self, cache: Any, start: int = 0) -> Sequence[mx.array]:
         planes = [tuple(side[:, :, start : cache.offset] for side in pair) for pair in zip(cache.keys, cache.values, strict=True)]

@@ -176,21 +176,20 @@ class TieredPrefixCache:
 
     def release(self, entry: Entry) -> None:
         """Let go of an entry, saved or not."""
-        if entry in self.unsaved:
-            self.unsaved.give_up(entry)
-        if entry in self.ram:
-            self.ram.remove(entry)
-        entry.caches = []  # whoever walks over the entries still holds this one
+        self._drop(entry, self.unsaved.give_up)
 
     def forget(self, entry: Entry) -> None:
         """Let go of an entry that nobody wants any more."""
-        if entry in self.unsaved:
-            self.unsaved.remove(entry)
-        if entry in self.ram:
-            self.ram.remove(entry)
-        entry.caches = []
+        self._drop(entry, self.unsaved.remove)
 
     # Inside
+
+    def _drop(self, entry: Entry, from_unsaved: Callable[[Entry], None]) -> None:
+        if entry in self.unsaved:
+            from_unsaved(entry)
+        if entry in self.ram:
+            self.ram.remove(entry)
+        entry.caches = []  # whoever walks over the entries still holds this one
 
     def _looked_up(self, source: ModelSource, tokens: Sequence[int]) -> tuple[Taken | None, str, Decision | None, bytes]:
         """What was found, in which tier, why it was restored or not, and the key of the tokens."""

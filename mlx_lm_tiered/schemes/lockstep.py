@@ -134,7 +134,7 @@ class Lockstep(_BaseCache):
 
     def keys_and_values(self) -> tuple[Any, Any]:
         if self.record is not None:
-            return self._held()
+            return self.held(self.parts[0].keys, self._filled())
         return self.fetched([part.keys_and_values() for part in self.parts])
 
     def keep_records(self, keys: mx.array | None = None, values: mx.array | None = None) -> None:
@@ -186,12 +186,11 @@ class Lockstep(_BaseCache):
         else:
             part.keys[:, :, start:end] = new
             self._advance(new.shape[2])
-        return self._held()
+        return self.held(part.keys, end)
 
-    def _held(self) -> tuple[HeldRecords, HeldRecords]:
-        """Keys and values of the records. Not views: a kernel for planes would take them for planes."""
+    def held(self, records: mx.array, slots: int) -> tuple[HeldRecords, HeldRecords]:
+        """Keys and values of the first `slots` of records (rows, heads, tokens, words), of a cache that keeps them. Not views: a kernel for planes would take them for planes."""
         assert self.record is not None
-        records, slots = self.parts[0].keys, self._filled()
         return HeldRecords(records, slots, self.record, 0, self.keys_of), HeldRecords(records, slots, self.record, 1, self.values_of)
 
     def _filled(self) -> int:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mlx_lm_hooks import specs
-from mlx_lm_tiered.cli import _parser, settings_table
+from mlx_lm_tiered.cli import command_parsers, settings_table
 from mlx_lm_tiered.cold import format as fmt
 from mlx_lm_tiered.cold.meta import CompanionMeta, Meta
 from mlx_lm_tiered.serving.metric_table import HISTOGRAMS, METRICS, PREFIX
@@ -53,18 +51,8 @@ def test_links_lead_somewhere(page: str):
         assert target.startswith("http") or (ROOT / target).exists(), target
 
 
-def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parsers of commands that have none below them."""
-    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not below:
-        yield parser
-    for action in below:
-        for command in dict.fromkeys(action.choices.values()):
-            yield from leaves(command)
-
-
 # Where a command is documented, by its second word: those of `bench` have a table of their own.
-COMMANDS = {command.prog.split(" ", 1)[1]: command for command in leaves(_parser())}
+COMMANDS = {command.prog.split(" ", 1)[1]: command for command in command_parsers()}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -10,6 +10,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from paged_models import TOKENS, WITH_FULL_ATTENTION, forward, model_of, new_caches, storage_for, table_of
+from support.joining import prompts, together
 
 from mlx_lm_tiered import caches as kinds
 from mlx_lm_tiered.paged import attention
@@ -20,7 +21,7 @@ from mlx_lm_tiered.paged.scheme import Pages
 from mlx_lm_tiered.speculation.rollback import Rollback
 from mlx_lm_tiered.statistics import Statistics
 
-PROMPTS = [TOKENS[start : start + length] for start, length in ((0, 5), (9, 37), (50, 16), (70, 60), (140, 2), (150, 33))]
+PROMPTS = prompts(TOKENS)
 BATCHED = [name for name in WITH_FULL_ATTENTION if all(hasattr(cache, "merge") for cache in make_prompt_cache(model_of(name)))]
 
 
@@ -34,26 +35,6 @@ def alone(name: str, number: int) -> list[int]:
     return [int(token) for token, _ in generate_step(mx.array(PROMPTS[number]), model_of(name), max_tokens=8 + number, prompt_cache=caches)]
 
 
-def together(name: str, storage) -> dict[int, list[int]]:
-    """Six requests of which three begin together, others join in prefill and in decoding, and one is taken away."""
-    generator = BatchGenerator(model_of(name), max_tokens=50, prefill_step_size=20, completion_batch_size=4, prefill_batch_size=3)
-    tokens: dict[int, list[int]] = {}
-    joining = {0: (0, 1, 2), 3: (3,), 5: (4,), 6: (5,)}
-    step, numbers = 0, {}
-    while True:
-        for number in joining.get(step, ()):
-            (uid,) = generator.insert([PROMPTS[number]], [8 + number], caches=[new_caches(name, storage)])
-            numbers[uid], tokens[number] = number, []
-        prompts, responses = generator.next()
-        for response in responses:
-            tokens[numbers[response.uid]].append(response.token)
-        step += 1
-        if step == 4:
-            generator.remove([next(uid for uid, number in numbers.items() if number == 0)])
-        if step > 6 and not prompts and not responses:
-            return tokens
-
-
 # Multi-head latent attention takes keys apart, and so must have arrays.
 CASES = [(name, block, padded) for name in BATCHED for block, padded in ((1, False), (16, False), (16, True)) if (padded or name != "nested") and (block > 1 or name == "dense")]
 
@@ -62,7 +43,7 @@ CASES = [(name, block, padded) for name in BATCHED for block, padded in ((1, Fal
 def test_every_row_equals_its_run_alone(name: str, block: int, padded: bool):
     storage = storage_for(name, block)
     storage.padded = padded
-    found = together(name, storage)
+    found = together(model_of(name), PROMPTS, lambda: new_caches(name, storage))
     for number in range(1, len(PROMPTS)):
         assert found[number] == alone(name, number), number
     assert found[0] == alone(name, 0)[: len(found[0])]

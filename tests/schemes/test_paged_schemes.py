@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import generate_step
 from mlx_lm.models import base, cache
 from scheme_families import WIDE, wide
 from scheme_runs import prompt, scheme
@@ -34,6 +34,7 @@ from mlx_lm_tiered.schemes.spec import parse
 from mlx_lm_tiered.speculation.assistant.borrowed import borrowed
 from mlx_lm_tiered.statistics import Statistics
 from support.cache_bytes import through_bytes
+from support.joining import prompts, together
 
 BLOCKS = (1, 16, 256)
 TOKENS = prompt(400, 3)
@@ -195,7 +196,7 @@ def test_what_is_not_the_models_is_not_put_into_blocks():
         assert [isinstance(each, PagedKVCache) for each in it.pages.adopted(None, both)] == [True] * 3 + [False] * 3
 
 
-PROMPTS = [TOKENS[start : start + length] for start, length in ((0, 5), (9, 37), (50, 16), (70, 60), (140, 2), (150, 33))]
+PROMPTS = prompts(TOKENS)
 
 
 @pytest.mark.parametrize("family, text, dim", [("dense", "affine:4:32", 32), ("dense", "turbo", 64), ("sliding", "affine:8:32", 32), ("kv-donors", "affine:8:32", 32), ("hybrid", "affine:4:32", 32)])
@@ -203,25 +204,10 @@ PROMPTS = [TOKENS[start : start + length] for start, length in ((0, 5), (9, 37),
 def test_rows_that_join_and_leave_are_what_they_are_alone(family: str, text: str, dim: int, padded: bool):
     with world(family, text, 16, dim) as it:
         it.storage.padded = padded
-        generator = BatchGenerator(it.model, max_tokens=50, prefill_step_size=20, completion_batch_size=4, prefill_batch_size=3)
-        found: dict[int, list[int]] = {}
-        joining, numbers, step = {0: (0, 1, 2), 3: (3,), 5: (4,), 6: (5,)}, {}, 0
-        while True:
-            for number in joining.get(step, ()):
-                (uid,) = generator.insert([PROMPTS[number]], [8 + number], caches=[it.paged()])
-                numbers[uid], found[number] = number, []
-            prefilled, responses = generator.next()
-            for response in responses:
-                found[numbers[response.uid]].append(response.token)
-            step += 1
-            if step == 4:
-                generator.remove([next(uid for uid, number in numbers.items() if number == 0)])
-            if step > 6 and not prefilled and not responses:
-                break
+        found = together(it.model, PROMPTS, it.paged)
         for number, tokens in enumerate(PROMPTS):
             alone = [int(token) for token, _ in generate_step(mx.array(tokens), it.model, max_tokens=8 + number, prompt_cache=it.plain())]
             assert found[number] == alone[: len(found[number])] and (number == 0 or len(found[number]) == len(alone)), number
-        del response  # which has a row's caches
         assert it.storage.pool.used == 0
 
 

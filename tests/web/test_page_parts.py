@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from idle_engine import Engine
 from mlx_lm.models.cache import KVCache
 from mlx_lm_hooks import ModelSource, Request, Served
 
@@ -30,16 +31,6 @@ EVIL = "<script>alert('x')</script>\"' onmouseover=x &amp;"
 
 
 REPORT = {**Runtime(Settings()).report(), "paged": {"blocks": 10, "blocks_used": 4, "blocks_shared": 2, "waiting": 1}}
-
-
-class Engine:
-    busy = decoding = stopping = False
-    alive = True
-    waiting = 0
-    request = None
-
-    def wake(self) -> None:
-        pass
 
 
 def running(**settings: Any) -> Runtime:

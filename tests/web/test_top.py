@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from idle_engine import Engine
 from mlx_lm_hooks import ModelSource, Request, Served
 
 from mlx_lm_tiered.cli import main
@@ -27,16 +28,6 @@ from mlx_lm_tiered.serving.page.page import Page
 from mlx_lm_tiered.settings import Settings
 
 EVIL = "\x1b[2Jgone\r\n"
-
-
-class Engine:
-    busy = decoding = stopping = False
-    alive = True
-    waiting = 0
-    request = None
-
-    def wake(self) -> None:
-        pass
 
 
 @pytest.fixture

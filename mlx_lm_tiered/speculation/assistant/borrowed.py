@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...schemes.held import HeldRecords
 from ...schemes.lockstep import Lockstep
 from ..rollback import singles
 
@@ -39,8 +38,7 @@ def borrowed(cache: Any, most: int | None = None) -> Borrowed | None:
         return None
     if cache.record is not None:
         records, _, tokens = parts[0]  # type: ignore[misc]
-        held = [HeldRecords(records, tokens, cache.record, side, cut) for side, cut in enumerate((cache.keys_of, cache.values_of))]
-        return Borrowed(held[0], held[1], tokens)
+        return Borrowed(*cache.held(records, tokens), tokens)
     keys, values, tokens = zip(*parts, strict=True)
     return Borrowed(cache.keys_of(keys), cache.values_of(values), tokens[0])
 
