@@ -50,6 +50,10 @@ def mlx_lm_configure(invocation: Invocation) -> None:
         from .paged.options import check as check_paging
 
         check_paging(settings, scheme, invocation)
+    if settings.shared_cache is not None:
+        from .shared.objects import check as check_store
+
+        check_store(settings.shared_cache)
     runtime = Runtime(settings, scheme, drafting, paged=paged)
     runtime.trace = open_trace(settings, drafting, runtime.statistics)
     mlx_lm_unconfigure()

@@ -316,6 +316,7 @@ class Runtime:
             "checkpoints": self.checkpoints.stats() if self.checkpoints is not None else None,
             "memory": self.guard.report() if self.engine is not None else None,
             "ssd": self._report_ssd(caches),
+            "shared": self.storage.shared.stats() if self.storage is not None and self.storage.shared is not None else None,
             "warm": self.warmer.report() if self.warmer is not None else None,
             "speculation": self._speculation.report() if self._speculation is not None else None,
             "paged": self._paging.blocks.report() if self._paging is not None else None,

@@ -18,6 +18,7 @@ from typing import Any
 from mlx_lm_hooks import UsageError
 
 from .schemes.spec import Spec, parse
+from .store_url import parse_store
 
 ENV_PREFIX = "MLX_LM_TIERED_"
 # A number that is found by measuring.
@@ -86,6 +87,14 @@ def parse_seconds(text: str | float) -> float:
     return value
 
 
+def parse_age(text: str | float) -> float:
+    """Seconds from ``30d``, ``12h`` or a plain number of seconds. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([dh]?)\s*", str(text))
+    if not match:
+        raise ValueError(f"{text!r} is not an age; write it like 30d or 12h")
+    return parse_seconds(float(match[1]) * {"": 1, "h": 3600, "d": 86400}[match[2]])
+
+
 def parse_directory(text: str | os.PathLike[str]) -> Path:
     """An absolute path, ``~`` expanded. Raises ValueError for an empty one or one that is a file."""
     if not str(text).strip():
@@ -123,14 +132,14 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 def _setting(
     default: Any, parse: Callable[[Any], Any], help: str, *,
-    shown: str = "", metavar: str = "", needs: str = "", upstream: bool = False, server: bool = False,
+    shown: str = "", metavar: str = "", needs: str = "", upstream: bool = False, server: bool = False, secret: bool = False,
 ) -> Any:  # fmt: skip
     """A field of `Settings`.
 
     `needs` names the setting without which this one does nothing; `upstream` marks flags
-    that upstream's server already has, `server` those that no other command has a use for.
+    that upstream's server already has, `server` those that no other command has a use for, `secret` what is never shown.
     """
-    return field(default=default, metadata=dict(parse=parse, help=help, shown=shown, metavar=metavar, needs=needs, upstream=upstream, server=server))
+    return field(default=default, repr=not secret, metadata=dict(parse=parse, help=help, shown=shown, metavar=metavar, needs=needs, upstream=upstream, server=server))
 
 
 @dataclass(frozen=True)
@@ -235,6 +244,29 @@ class Settings:
     writebehind: bool = _setting(
         True, parse_switch, "Write entries to the SSD tier soon after each request, in idle turns. Off: only on eviction, flush and shutdown.",
         shown="on", needs="ssd_cache",
+    )  # fmt: skip
+    shared_cache: str | None = _setting(
+        None, parse_store, "URL of a store behind the SSD tier that machines share: s3://BUCKET/PREFIX, http(s)://HOST/PATH (WebDAV) or file:///DIRECTORY.",
+        shown="off", metavar="URL", needs="ssd_cache", server=True,
+    )  # fmt: skip
+    shared_cache_team: str = _setting(
+        "", str, "Key of those who share: object names and signatures are made with it. A secret, so better in the environment than on the command line.",
+        shown="none", metavar="KEY", needs="shared_cache", server=True, secret=True,
+    )  # fmt: skip
+    shared_cache_write: str = _setting(
+        "idle", one_of("off", "idle", "always"), "When to upload new entries to the shared store: off (it is only read), idle (while no request runs) or always.",
+        shown="idle", metavar="WHEN", needs="shared_cache", server=True,
+    )  # fmt: skip
+    shared_cache_bandwidth: int = _setting(
+        0, parse_size, "Bytes a second that uploads may take; 0: no limit.", shown="no limit", metavar="SIZE", needs="shared_cache", server=True
+    )
+    shared_cache_max: int = _setting(
+        100 * 10**9, parse_size, "Bytes that a team's entries may take in the shared store; the least recently used go first, once a day. 0: no limit.",
+        shown="100GB", metavar="SIZE", needs="shared_cache", server=True,
+    )  # fmt: skip
+    shared_cache_ttl: float = _setting(
+        30 * 86400.0, parse_age, "Age since its last use at which an entry leaves the shared store; 0: never.",
+        shown="30d", metavar="AGE", needs="shared_cache", server=True,
     )  # fmt: skip
     memory_budget: int | None = _setting(
         None, parse_size,

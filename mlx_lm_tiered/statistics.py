@@ -11,7 +11,7 @@ from typing import Any
 logger = logging.getLogger("mlx_lm_tiered")
 
 
-TIERS = ("ram", "queue", "ssd")  # where reused tokens come from; the queue has what left RAM and is not on disk yet
+TIERS = ("ram", "queue", "ssd", "shared")  # where reused tokens come from; the queue has what left RAM and is not on disk yet, the shared tier what others computed
 
 
 class Statistics:

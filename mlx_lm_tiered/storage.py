@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -23,6 +23,10 @@ from .prefix.ssd import SsdTier
 from .settings import Settings, format_size
 from .statistics import Statistics
 
+if TYPE_CHECKING:
+    from .shared.tier import SharedTier
+
+WRITES = {"off": "which is only read", "idle": "which is written while no request runs", "always": "which is written at any time"}
 SAVE_RATES_EVERY = 5.0  # seconds, at the most
 
 
@@ -69,6 +73,12 @@ class Storage:
         self._rates = Rates(directory / rates_file.NAME)
         self.store.on_restored = self._rates.restored
         self.tier = SsdTier(self.store, self.queue, self.identities, statistics, Chooser(self._rates, settings.ssd_restore))
+        self.shared: SharedTier | None = None
+        if settings.shared_cache is not None:
+            from .shared.tier import SharedTier
+
+            self.tier.shared = self.shared = SharedTier(settings, self.store, self._rates, busy, decoding, wake)
+            self.announcement += f"; shared store {settings.shared_cache}, {WRITES[settings.shared_cache_write]}"
 
     def save_rates(self) -> None:
         """Write the measured rates, on a thread of its own, when there are new ones and it was not done lately."""
@@ -81,6 +91,8 @@ class Storage:
 
     def close(self) -> None:
         """End the threads; what was not written by now is dropped. Files stay."""
+        if self.shared is not None:
+            self.shared.close()
         self._compactor.close()
         self.restorer.close()
         self._rates.save()

@@ -79,6 +79,7 @@ class Catalog:
         self._children: dict[ColdEntry, set[ColdEntry]] = {}
         # Entries of the same tokens in two files, which a crash may leave; one of them is in the index.
         self._names: dict[tuple[str, str], list[ColdEntry]] = {}
+        self.added = 0  # entries so far: who looks for new ones sees whether there are any
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -184,6 +185,7 @@ class Catalog:
             self._names.setdefault((entry.fingerprint, entry.name), []).append(entry)
             self._indexes.setdefault((entry.fingerprint, entry.namespace), CompactIndex()).add(entry)
             self._paths[entry.path] = entry
+            self.added += 1
             return True
 
     def add_older(self, entry: ColdEntry) -> bool:
@@ -236,6 +238,11 @@ class Catalog:
         with self._lock:
             ends = [e for e in self._paths.values() if e.parent is not None and not e.namespace and not self._children.get(e)]
             return [e for e in ends if len(e.chain) >= files]
+
+    def tips(self, least: int) -> list[ColdEntry]:
+        """The prefixes of at least so many tokens that nothing continues."""
+        with self._lock:
+            return [e for e in self._paths.values() if e.length >= least and not e.namespace and not self._children.get(e)]
 
     def counts(self) -> tuple[int, int]:
         """Entries that continue another, and the files of the longest chain."""

@@ -125,7 +125,7 @@ class Restorer:
         self._turns: deque[Ticket] = deque()
         self._held: dict[Ticket, int] = {}  # in flight -> bytes
         self._counts = {"started": 0, "cancelled": 0}
-        self._ratio = 1 / min(SHARE, SHARE_OF_EACH * _cores()) - 1
+        self._ratio = 1 / min(SHARE, SHARE_OF_EACH * cores()) - 1
         self._owed = 0.0  # seconds of pause, that are saved up
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -262,6 +262,6 @@ class Restorer:
         self._ready()
 
 
-def _cores() -> int:
+def cores() -> int:
     """How many this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

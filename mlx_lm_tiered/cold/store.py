@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..histogram import Histogram
+from .arriving import Arriving
 from .catalog import Catalog, ColdEntry, Found
 from .checking import BadEntry
 from .directory import Directory, DirectoryFull
@@ -54,6 +55,7 @@ class ColdStore:
         self.restore_times = Histogram(RESTORE_SECONDS)
         self.on_restored: Callable[[str, int, float], None] = lambda fingerprint, size, seconds: None
         self.storing = Storing(self._directory, self._catalog, self._tally, self._outage, self._log)
+        self.arriving = Arriving(self._directory, self._catalog, self._tally, self.storing)
         self._indexing = Indexing(self._directory, self._catalog, self._outage, self._log, self.storing, self._tally, self.damaged, clock)
 
     @property

@@ -94,7 +94,7 @@ def _lines(state: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     saved = sum(report["prefill_seconds_saved_by_tier"].values()) or None
     yield False, f"lookups {number(lookups)}   prompt tokens reused {percent(share)} ({number(report['tokens_saved'])})   prefill saved {seconds(saved)}"
     yield from _table("", ("tier", "entries", "bytes of cap", "hits", "rate", "tokens saved", "prefill saved"), [
-        (tier(one["name"]), number(one["entries"]), f"{_bar(one['bytes'], one['max_bytes'])} {size(one['bytes'])} of {size(one['max_bytes'])}", number(one["hits"]),
+        (tier(one["name"]), number(one["entries"]), _filled(one['bytes'], one['max_bytes']), number(one["hits"]),
          percent(one["hit_rate"]), number(one["tokens_saved"]), seconds(one["prefill_seconds_saved"] or None))
         for one in state["tiers"]
     ])  # fmt: skip
@@ -144,6 +144,11 @@ def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> It
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         yield False, "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _filled(held: int | None, most: int | None) -> str:
+    """Nothing where a cap is not this server's."""
+    return f"{_bar(held, most)} {size(held)} of {size(most)}" if held is not None and most is not None else ""
 
 
 def _bar(value: float, total: float) -> str:

@@ -12,7 +12,7 @@ from ..index.keys import WIDTH, key_tokens
 if TYPE_CHECKING:
     from .choice import Decision
 
-LABELS = {"ram": "RAM", "queue": "the queue", "ssd": "SSD"}
+LABELS = {"ram": "RAM", "queue": "the queue", "ssd": "SSD", "shared": "the shared store"}
 AROUND = 12  # tokens before and behind the place where two sequences part
 
 

@@ -9,24 +9,43 @@ from mlx_lm_hooks import ModelSource, Taken
 from ..cold.ahead import Ahead, Aheads
 from ..cold.catalog import ColdEntry
 from ..cold.restoring import Restorer
-from .ssd import SsdTier
+from .ssd import Fetch, SsdTier
 
 
 class Preparation(Ahead):
     """The contract's `Preparation`: one request's restore in the background. Generation thread only.
 
-    It begins when the model's fingerprint and headers are known, tries the next best
+    It begins when the model's fingerprint and headers are known, and what others have computed is here, tries the next best
     entry when one turns out to be damaged, and ends with what `taken` gives.
     """
 
     key: bytes
 
     def __init__(self, ssd: SsdTier, restorer: Restorer, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int):
-        super().__init__(restorer, source, key, lambda: ssd.settled(source), self._located)
+        super().__init__(restorer, source, key, self._settled_now, self._located)
         self._ssd = ssd
         self._tokens = tokens
         self._longer_than = longer_than
         self._length = 0
+        self._asked = False  # whether others have it
+        self._fetch: Fetch | None = None
+
+    def _settled_now(self) -> bool:
+        """Whether all that can be found is here: what the directory holds is known, and what others computed has come, or will not."""
+        if not self._ssd.settled(self.source):
+            return False
+        if not self._asked:
+            self._asked = True
+            self._fetch = self._ssd.fetch(self.source, self._tokens, self.key, self._longer_than)
+        if self._fetch is not None and self._fetch.over():
+            self._ssd.fetched(self.source, self.key, self._fetch)
+            self._fetch = None
+        return self._fetch is None
+
+    def cancel(self) -> None:
+        super().cancel()
+        if self._fetch is not None:
+            self._fetch.cancel()
 
     def _located(self) -> ColdEntry | None:
         located = self._ssd.locate(self.source, self._tokens, self.key, self._longer_than)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 from mlx_lm_hooks import ModelSource, Taken
 
@@ -30,6 +31,30 @@ UNSERVED = 64  # requests whose decision is remembered until they are served
 BESIDE = "companion:"
 
 
+class Fetch(Protocol):
+    """What comes from elsewhere for one request. Generation thread only."""
+
+    @property
+    def entry(self) -> ColdEntry | None:
+        """What came, once it is over."""
+
+    def over(self) -> bool:
+        """Whether it came, or is not to be waited for any longer."""
+
+    def wait(self) -> None:
+        """Until it is over, which is soon."""
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+
+
+class Shared(Protocol):
+    """What has entries that others computed, and brings them into the directory."""
+
+    def begin(self, fingerprint: str, key: bytes, have: int, most: int) -> Fetch | None:
+        """Ask for a prefix of `key` longer than `have` tokens and of `most` at most; None when it is not worth asking. Returns at once."""
+
+
 class SsdTier:
     """Store, queue and identities behind three questions: take, offer, covers. Generation thread only."""
 
@@ -44,12 +69,17 @@ class SsdTier:
         self._until: dict[ModelSource, float] = {}  # when it ends, for those who need not stand still
         self.chooser = chooser or Chooser(Rates(), "always")
         self._decided: dict[tuple[ModelSource, bytes], Decision] = {}  # by the model and the key of a request that has not been served yet
+        self.shared: Shared | None = None
+        self._came: dict[tuple[ModelSource, bytes], ColdEntry] = {}  # from elsewhere, for a request that has not been served yet
         self._early: dict[ModelSource, deque[tuple[int, int, float]]] = {}  # measured before the fingerprint was known
 
     def take(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Taken | None:
         """Restore the longest usable prefix of `tokens`, if it is longer than `longer_than`."""
         if self.chooser.mode == "never" or self._found(source) is None:
             return None
+        if (fetch := self.fetch(source, tokens, key, longer_than)) is not None:
+            fetch.wait()
+            self.fetched(source, key, fetch)
         # An entry that turns out damaged leaves the index; the next best may serve.
         for _ in range(TRIES):
             located = self.locate(source, tokens, key, longer_than)
@@ -83,6 +113,26 @@ class SsdTier:
         while len(self._decided) > UNSERVED:
             del self._decided[next(iter(self._decided))]
         return (decision.chosen.entry, decision.chosen.length) if decision.chosen is not None else None
+
+    def fetch(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Fetch | None:
+        """Have what others computed of `tokens` brought here, if it is more than memory and directory have; None when there is nothing to wait for."""
+        identity = self._identity(source, 0)
+        if self.shared is None or identity is None or self.chooser.mode == "never":
+            return None
+        found = self._find(identity.fingerprint, key, len(tokens) - 1)
+        have = max(longer_than, usable_by(tokens)(*found) if found is not None else 0)
+        return self.shared.begin(identity.fingerprint, key, have, len(tokens) - 1)
+
+    def fetched(self, source: ModelSource, key: bytes, fetch: Fetch) -> None:
+        """Note that a fetch is over."""
+        if fetch.entry is not None:
+            self._came[source, key] = fetch.entry
+            while len(self._came) > UNSERVED:
+                del self._came[next(iter(self._came))]
+
+    def came_from(self, source: ModelSource, key: bytes) -> str:
+        """The tier that what was restored for a request is counted for, once: `shared` when it was brought here for it."""
+        return "shared" if self._came.pop((source, key), None) is not None else "ssd"
 
     def decided(self, source: ModelSource, key: bytes, restored: bool) -> Decision | None:
         """The decision that the request with this key was served by, once; None where there was nothing to decide, or a restore failed."""

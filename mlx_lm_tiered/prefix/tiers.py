@@ -200,6 +200,7 @@ class TieredPrefixCache:
                 taken, tier = self._take(source, tokens, key)
                 if self._ssd is not None:
                     decision = self._ssd.decided(source, key, tier == "ssd")
+                    tier = self._ssd.came_from(source, key) if tier == "ssd" else tier
             except Exception as error:
                 self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
         return taken, tier, decision, key
@@ -211,7 +212,7 @@ class TieredPrefixCache:
         if reused < len(tokens) - 1 and (decision is None or decision.action == "restored"):
             nearest = self._nearest(source, key)
             found = why_not_more(nearest, len(tokens), self._min_tokens)
-        restored = self._ssd.restore_seconds if self._ssd is not None and tier == "ssd" else None
+        restored = self._ssd.restore_seconds if self._ssd is not None and tier in ("ssd", "shared") else None
         lookup = Lookup(
             len(tokens), reused, tier, decision, found or "", nearest and nearest[:3], restored, saved,
             parting(source.path, nearest, tokens) if nearest is not None and self.inspected else None,

@@ -78,6 +78,13 @@ def _pool_usage(report: Report) -> float | None:
     return ram["bytes"] / ram["max_bytes"] if ram["max_bytes"] else None
 
 
+def _requests(report: Report) -> dict[str, int] | None:
+    """To the shared store."""
+    if (shared := report["shared"]) is None:
+        return None
+    return {kind: count for kind, count in shared["requests"].items() if not kind.endswith("_bytes")}
+
+
 def _blocks(report: Report) -> dict[str, int] | None:
     if (pool := report["paged"]) is None:
         return None
@@ -100,7 +107,7 @@ METRICS = (
     Metric("request_success", "counter", "Requests that ended, by reason: stop, length, abort, refused or error.", _at("requests", "finished"), "finished_reason"),
     Metric("prompt_tokens", "counter", "Tokens of prompts, reused ones included.", _at("requests", "prompt_tokens")),
     Metric("generation_tokens", "counter", "Tokens generated.", _at("requests", "generation_tokens")),
-    Metric("prefix_cache_lookups", "counter", "Requests that looked for a stored prefix, by the tier that served it: ram, queue, ssd or none.", _lookups, "tier"),
+    Metric("prefix_cache_lookups", "counter", "Requests that looked for a stored prefix, by the tier that served it: ram, queue, ssd, shared or none.", _lookups, "tier"),
     Metric("prefix_cache_queried_tokens", "counter", "Prompt tokens of requests that looked for a stored prefix.", _at("prompt_tokens")),
     Metric("prefix_cache_hit_tokens", "counter", "Prompt tokens that were reused, by tier.", _at("tokens_saved_by_tier"), "tier"),
     Metric("prefix_cache_saved_prefill_seconds", "counter", "What computing the reused tokens would have taken, by measured rates, by tier.", _at("prefill_seconds_saved_by_tier"), "tier"),
@@ -123,6 +130,11 @@ METRICS = (
     Metric("spill_queue_bytes", "gauge", "Their bytes.", _at("ssd", "pending_bytes")),
     Metric("spill_queue_undurable_entries", "gauge", "Token sequences that were offered and are not on disk.", _at("ssd", "undurable")),
     Metric("spill_queue_jobs", "counter", "What became of entries that were to be written: written, dropped or failed.", _each("ssd", written="written", dropped="dropped", failed="failed"), "result"),
+    Metric("shared_cache_lookups", "counter", "Requests for which the shared store was asked, by what came of it: misses, fetched, not_worth, late, failed, refused or cancelled.", _each("shared", misses="misses", fetched="fetched", not_worth="not_worth", late="late", failed="failed", refused="refused", cancelled="cancelled"), "result"),
+    Metric("shared_fetched_bytes", "counter", "Bytes fetched from the shared store.", _at("shared", "fetched_bytes")),
+    Metric("shared_uploaded_entries", "counter", "Entries uploaded to the shared store.", _at("shared", "uploads")),
+    Metric("shared_pending_entries", "gauge", "Entries that wait for their upload.", _at("shared", "pending")),
+    Metric("shared_requests", "counter", "Requests to the shared store, by kind.", _requests, "kind"),
     Metric("memory_live_bytes", "gauge", "Bytes that arrays take.", _at("memory", "live")),
     Metric("memory_budget_bytes", "gauge", "Bytes that arrays may take.", _at("memory", "budget")),
     Metric("requests_refused", "counter", "Requests refused for want of memory or of blocks, by status.", _refused, "status"),

@@ -215,7 +215,7 @@ class Costly:
 def test_where_cores_are_few_it_takes_less_of_them(store, monkeypatch, cores, share):
     """Measured by its pauses, which are no shorter than is worth waking for."""
     pauses = []
-    monkeypatch.setattr(restoring, "_cores", lambda: cores)
+    monkeypatch.setattr(restoring, "cores", lambda: cores)
     monkeypatch.setattr(restoring, "time", SimpleNamespace(sleep=pauses.append, perf_counter=time.perf_counter, thread_time=time.thread_time))
     background = Restorer(lambda _: Costly(), lambda: True, lambda: None, LARGE)
     ticket = background.start(entry(store, 0))

@@ -31,7 +31,7 @@ def test_use_keeps_an_entry_in_ram(tiny_llama, cache_dir, tmp_path):
             time.sleep(0.7)
             ask(server)
         stats = server.stats()
-        assert stats["demotions"] == 0 and stats["hits_by_tier"] == {"ram": 8, "queue": 0, "ssd": 0}
+        assert stats["demotions"] == 0 and stats["hits_by_tier"] == {"ram": 8, "queue": 0, "ssd": 0, "shared": 0}
 
 
 def test_zero_never_demotes(tiny_llama, cache_dir, tmp_path):

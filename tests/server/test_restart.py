@@ -40,7 +40,7 @@ def test_the_same_prompt_is_cold_once(tiny_model, cache_dir, tmp_path):
         assert cold.cached_tokens == 0
         assert warm.cached_tokens == restored.cached_tokens == cold.prompt_tokens - 1
         assert expected.tokens == cold.tokens == warm.tokens == restored.tokens
-    assert stats["hits_by_tier"] == {"ram": 0, "queue": 0, "ssd": 2}
+    assert stats["hits_by_tier"] == {"ram": 0, "queue": 0, "ssd": 2, "shared": 0}
     assert stats["tokens_saved"] == sum(restored.cached_tokens for restored in restoreds)
     assert stats["faults"] == {}
 

@@ -44,6 +44,7 @@ def test_every_flag_has_an_environment_name(name):
     samples = {
         "ssd_cache": "/nowhere/kv", "ssd_cache_max": "1GB", "ssd_cache_verify": "never", "ssd_restore": "always", "ssd_queue": "7MB", "ssd_demote_idle": "9",
         "generation_checkpoint": "256", "writebehind": "0",
+        "shared_cache": "file:///nowhere/store", "shared_cache_team": "secret", "shared_cache_write": "always", "shared_cache_bandwidth": "5MB", "shared_cache_max": "3GB", "shared_cache_ttl": "2d",
         "memory_budget": "4GB", "warm": "prompts.jsonl", "shutdown_timeout": "3", "admin_routes": "all", "metrics": "local", "status_page": "0", "cache_inspection": "1", "prompt_cache_bytes": "1GB", "prompt_cache_size": "3", "prompt_cache_min_tokens": "9",
         "kv_scheme": "affine:4", "kernels": "off", "paged_kv": "1", "paged_kv_block_size": "16", "paged_kv_pool": "2GB", "speculation": "ngram", "draft_model": "small", "assistant_position": "advance", "assistant_window": "64", "num_draft_tokens": "5", "spec_strict": "1", "spec_sampling": "rejection", "spec_trace": "trace.jsonl",
     }  # fmt: skip
@@ -115,3 +116,20 @@ def test_directory_is_absolute_and_expanded(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert settings_of(["--ssd-cache", "~/kv"]).ssd_cache == tmp_path / "kv"
     assert settings_of(["--ssd-cache", "kv"]).ssd_cache == Path.cwd() / "kv"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("ftp://host/x", "one of"), ("bucket", "one of"), ("https://me:secret@host/x", "netrc"), ("s3://key@bucket/x", "netrc"),
+        ("https://host/x?token=secret", "no \\?"), ("file://host/x", "absolute"), ("http:///x", "which host"),
+    ],
+)  # fmt: skip
+def test_a_stores_url_is_checked_and_no_secret_is_repeated(text, why):
+    with pytest.raises(UsageError, match=why) as refused:
+        resolve({"shared_cache": text, "ssd_cache": "/nowhere/kv"}, frozenset(("shared_cache", "ssd_cache")), {})
+    assert "secret" not in str(refused.value)
+
+
+def test_a_teams_key_is_not_printed():
+    assert "secret" not in repr(Settings(shared_cache_team="secret"))

@@ -58,6 +58,25 @@ def add_parsers(cache: argparse.ArgumentParser) -> None:
     imported.add_argument("--ssd-cache-max", metavar="SIZE", help="what the directory may take then (default: $MLX_LM_TIERED_SSD_CACHE_MAX, or 32GB)")
     _dry_run(imported, "only check the file and list what would be taken")
 
+    push = _command(commands, "push", "upload entries with what they continue to a shared store", first=("entry", "ENTRY", ENTRY), optional=True, module="pushing")
+    push.add_argument("--all", action="store_true", help="all entries that nothing continues, in place of ENTRY")
+    _model(push, "with --all: only entries of this model")
+    _store(push)
+    _dry_run(push, "only list what would be uploaded")
+
+    pull = _command(commands, "pull", "fetch entries of a shared store", first=("entry", "ENTRY", "the beginning of an entry's name in the store"), optional=True, module="pulling", must_exist=False)
+    pull.add_argument("--all", action="store_true", help="all entries, in place of ENTRY")
+    pull.add_argument("--model", metavar="HEX", help="only entries of this model: the beginning of its fingerprint")
+    pull.add_argument("--ssd-cache-max", metavar="SIZE", help="what the directory may take then (default: $MLX_LM_TIERED_SSD_CACHE_MAX, or 32GB)")
+    _store(pull)
+    _dry_run(pull, "only list what there is and is not here")
+
+    expire = _command(commands, "expire", "delete entries of a shared store that were not used for long, or are too much", module="expiring", needs_directory=False)
+    expire.add_argument("--shared-cache-max", metavar="SIZE", help="bytes that the team's entries may take (default: $MLX_LM_TIERED_SHARED_CACHE_MAX, or 100GB)")
+    expire.add_argument("--shared-cache-ttl", metavar="AGE", help="age since the last use (default: $MLX_LM_TIERED_SHARED_CACHE_TTL, or 30d)")
+    _store(expire)
+    _dry_run(expire, "only say how much would go")
+
     clear = _command(commands, "clear", "delete all entries")
     _dry_run(clear, "only say what would go")
 
@@ -71,14 +90,16 @@ def _command(
     optional: bool = False,
     module: str = "",
     must_exist: bool = True,
+    needs_directory: bool = True,
     **options: Any,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", **options)
     if first is not None:
         parser.add_argument(first[0], metavar=first[1], help=first[2], nargs="?" if optional else None)
-    parser.add_argument("directory", nargs="?", metavar="DIR", help="the SSD tier's directory (default: $MLX_LM_TIERED_SSD_CACHE)")
+    if needs_directory:
+        parser.add_argument("directory", nargs="?", metavar="DIR", help="the SSD tier's directory (default: $MLX_LM_TIERED_SSD_CACHE)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_runner(module or name, must_exist))
+    parser.set_defaults(run=_runner(module or name, must_exist, needs_directory))
     return parser
 
 
@@ -110,14 +131,19 @@ def _dry_run(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help=help)
 
 
-def _runner(module: str, must_exist: bool) -> Callable[[argparse.Namespace], int]:
+def _store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shared-cache", metavar="URL", help="the store (default: $MLX_LM_TIERED_SHARED_CACHE)")
+    parser.add_argument("--shared-cache-team", metavar="KEY", help="the team's key (default, and better: $MLX_LM_TIERED_SHARED_CACHE_TEAM)")
+
+
+def _runner(module: str, must_exist: bool, needs_directory: bool) -> Callable[[argparse.Namespace], int]:
     """The command's `run(args, root)`, with its module imported only then."""
 
     def run(args: argparse.Namespace) -> int:
-        if getattr(args, "all", False) and args.directory is None:
+        if getattr(args, "all", False) and args.directory is None and needs_directory:
             args.directory, args.entry = args.entry, None  # the only word is DIR
         asks_a_server = getattr(args, "server", None) is not None
-        root = None if asks_a_server else root_of(args.directory, must_exist)
+        root = None if asks_a_server or not needs_directory else root_of(args.directory, must_exist)
         try:
             return import_module(f"{__name__}.{module}").run(args, root)
         except OSError as error:

@@ -26,10 +26,11 @@ from ...cold.limits import affordable
 from ...cold.meta import Header
 from ...cold.scan import Segment, catalog_of
 from ...cold.writer import full_sync
-from ...settings import Settings, env_name, format_size, parse_size
+from ...settings import format_size
 from ..terminal import bytes_bar, say, usage
 from .archive import BadArchive, Member, checksums, members, read
 from .entries import columns, counted
+from .options import setting
 
 PIECE = 1 << 20
 REMEASURE = 64  # entries after which the directory is measured again: others may write, too
@@ -51,7 +52,7 @@ class Item:
 
 def run(args: argparse.Namespace, root: Path) -> int:
     """Import; 1 when something was refused or did not fit, 2 when the file is not sound."""
-    limit, _ = affordable(root, _cap(args.ssd_cache_max))
+    limit, _ = affordable(root, setting(args, "ssd_cache_max"))
     try:
         fd = os.open(Path(args.file).expanduser(), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -220,12 +221,3 @@ def _tell(args: argparse.Namespace, items: list[Item]) -> int:
             say(f"{item.member.name} is refused: {item.verdict}", 1)
     return 1 if refused else 0
 
-
-def _cap(text: str | None) -> int:
-    """The bytes the directory may take, from the flag, the environment or the default."""
-    origin = "--ssd-cache-max" if text is not None else env_name("ssd_cache_max")
-    text = text if text is not None else os.environ.get(env_name("ssd_cache_max"))
-    try:
-        return parse_size(text) if text else Settings().ssd_cache_max
-    except ValueError as error:
-        usage(f"{origin}: {error}")

@@ -24,7 +24,7 @@ def figures(runtime: Runtime) -> dict[str, Any]:
     return {
         "model": model_name(source.path) if source is not None else "",
         "report": report,
-        "tiers": [_tier(report, name) for name in TIERS if name == "ram" or report["ssd"] is not None],
+        "tiers": [_tier(report, name) for name in TIERS if name == "ram" or report["shared" if name == "shared" else "ssd"] is not None],
         "running": [_running(request, now) for request in runtime.requests.running()],
         "restores": [] if runtime.storage is None else [dict(zip(("tokens", "read_bytes", "bytes"), one, strict=True)) for one in runtime.storage.restorer.progress()],
     }
@@ -44,7 +44,10 @@ def lists(runtime: Runtime) -> dict[str, Any]:
 
 def _tier(report: dict[str, Any], name: str) -> dict[str, Any]:
     ssd = report["ssd"]
-    if name == "queue":
+    held: tuple[int | None, int | None, int | None]
+    if name == "shared":
+        held = None, None, None  # others fill it, too
+    elif name == "queue":
         held = ssd["pending"], ssd["pending_bytes"], ssd["max_pending_bytes"]
     else:
         held = tuple((report["ram"] if name == "ram" else ssd)[field] for field in ("entries", "bytes", "max_bytes"))

@@ -48,4 +48,4 @@ def ago(value: float | None) -> str:
 
 def tier(name: str) -> str:
     """What people call a tier."""
-    return {"ram": "RAM", "queue": "Spill queue", "ssd": "SSD"}.get(name, UNKNOWN)
+    return {"ram": "RAM", "queue": "Spill queue", "ssd": "SSD", "shared": "Shared store"}.get(name, UNKNOWN)

@@ -1,0 +1,150 @@
+"""The thread that writes to the store: new entries, the uses of those that are there, and once a day the end of what is old."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from weakref import WeakSet
+
+from ..checkpoints.pace import lower_priority
+from ..cold.catalog import Catalog, ColdEntry
+from ..cold.checking import BadEntry
+from .breaker import Breaker
+from .cleaning import Cleaning
+from .fetching import Cancelled
+from .lookup import Lookup
+from .names import USES, Names, Team
+from .objects import Objects, StoreFailed
+from .pushing import LEAST_TOKENS, Pushing
+
+logger = logging.getLogger("mlx_lm_tiered")
+
+EVERY = 0.5  # seconds between two looks for something to do
+DAY = 24 * 3600.0
+MANY = 10_000  # uses that are remembered
+
+
+class Background:
+    """`busy()` says that requests run; with `always` it goes on then. Bytes a second are at most `bandwidth` (0: no limit) over time; one piece goes at once."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        lookup: Lookup,
+        catalog: Catalog,
+        team: Team,
+        breaker: Breaker,
+        busy: Callable[[], bool],
+        *,
+        always: bool,
+        bandwidth: int,
+        cleaning: Cleaning,
+    ):
+        self._objects = objects
+        self._catalog = catalog
+        self._team = team
+        self._breaker = breaker
+        self._busy = busy
+        self._always = always
+        self._bandwidth = bandwidth
+        self._cleaning = cleaning
+        self._pushing = Pushing(objects, lookup, self._go)
+        self._free_at = 0.0  # when the bandwidth allows the next bytes
+        self._settled: WeakSet[ColdEntry] = WeakSet()  # need not be uploaded (any more)
+        self._anew: set[bytes] = set()  # tokens whose entry in the store cannot be had
+        self._uses: deque[tuple[Names, str]] = deque(maxlen=MANY)
+        self._used: dict[str, float] = {}  # uses that were noted today, by place
+        self._clean_at = time.monotonic() + 60.0
+        self._seen = -1
+        self.pending = 0
+        self.counts = {"uploads": 0, "uploads_there": 0, "uploads_failed": 0, "uses": 0}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mlx-lm-tiered-upload", daemon=True)
+        self._thread.start()
+
+    def came(self, entry: ColdEntry, names: Names, name: str) -> None:
+        """Note an entry that was fetched: it need not be uploaded, and was used."""
+        self._settled.add(entry)
+        self.use(names, name)
+
+    def use(self, names: Names, name: str) -> None:
+        """Have an entry's use noted in the store, once a day."""
+        self._uses.append((names, name))
+
+    def lost(self, key: bytes) -> None:
+        """The store's entry of these tokens is incomplete: ours is to take its place, when there is one."""
+        self._anew.add(key)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """End soon. What is half uploaded is not found by anybody, and goes on at the next start."""
+        self._closing.set()
+        self._thread.join(timeout)
+
+    # The thread
+
+    def _run(self) -> None:
+        lower_priority()
+        while not self._closing.wait(EVERY):
+            if self._breaker.open or (self._busy() and not self._always):
+                continue
+            try:
+                self._work()
+                self._breaker.worked()
+            except StoreFailed as error:
+                self._breaker.failed(error, error.denied)
+            except Cancelled:
+                pass
+            except Exception as error:  # whatever it is, requests are served without it
+                logger.warning("shared cache: uploading failed (%s: %s)", type(error).__name__, error)
+                self._breaker.failed(error, denied=True)
+
+    def _work(self) -> None:
+        while self._uses:
+            self._note_use(*self._uses[0])
+            self._uses.popleft()
+        if self._catalog.added != self._seen or self.pending:
+            self._upload()
+        if time.monotonic() >= self._clean_at:
+            self._cleaning.daily()
+            self._clean_at = time.monotonic() + DAY / 24
+
+    def _upload(self) -> None:
+        self._seen = self._catalog.added
+        waiting = [entry for entry in self._catalog.tips(LEAST_TOKENS) if entry not in self._settled]
+        self.pending = len(waiting)
+        for entry in sorted(waiting, key=lambda entry: -entry.length):
+            names = Names(self._team, entry.fingerprint)
+            try:
+                pushed = self._pushing.push(names, entry, anew=entry.key in self._anew)
+                self._anew.discard(entry.key)
+                self.counts["uploads" if pushed.outcome == "uploaded" else "uploads_there"] += 1
+            except (BadEntry, OSError) as error:  # the file is gone or damaged: it is not the store's fault
+                logger.debug("shared cache: %s is not uploaded: %s", entry.path.name, error)
+                self.counts["uploads_failed"] += 1
+            self._settled.add(entry)
+            self.pending -= 1
+
+    def _note_use(self, names: Names, name: str) -> None:
+        place = names.place(USES, name)
+        now = time.time()
+        if now - self._used.get(place, 0.0) < DAY:
+            return
+        last = self._objects.when(place)
+        if last is None or now - last > DAY:
+            self._objects.put(place, b"")
+            self.counts["uses"] += 1
+        if len(self._used) >= MANY:
+            self._used.clear()
+        self._used[place] = now
+
+    def _go(self, size: int) -> bool:
+        """Wait until so many bytes may be sent. False at the end."""
+        while (self._busy() and not self._always) or time.monotonic() < self._free_at:
+            if self._closing.wait(0.05):
+                return False
+        if self._bandwidth:
+            self._free_at = max(time.monotonic(), self._free_at) + size / self._bandwidth
+        return not self._closing.is_set()
