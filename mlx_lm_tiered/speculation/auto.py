@@ -4,9 +4,9 @@ Times are counted in steps: one step is what a token takes this request without 
 of drafted tokens that were right, n drafts bring (1 - p^(n+1)) / (1 - p) tokens for the time of one verification,
 the drafting included.
 
-A draft model costs more than a lookup, and it has to catch up with a prompt before it drafts at all. So its drafts have a price
-before the first one is made, how often they are right is remembered from request to request, and it catches up where
-that is paid back by what is left to generate.
+Rounds and drafts have a price before the first one is made (see `pricing`). A draft model costs more than a lookup, and it has to
+catch up with a prompt before it drafts at all: so how often its drafts are right is remembered from request to request, and it
+catches up where that is paid back by what is left to generate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .costs import AGAIN, MOST_SAVED, Costs, median
+from .costs import AGAIN, MOST_SAVED, NO_COSTS, Costs, median
 from .source import Price
 
 CHOICES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -39,23 +39,24 @@ class Auto:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._model: Callable[[], Any] = lambda: None
-        self.costs = Costs()
+        self.costs: Costs | None = None
         self.pauses = 0  # times that drafting ceased to pay
         self.tokens: int | None = None  # that the request asked last may draft
         self.step: float | None = None  # seconds, in that request
         self.pooled = 0.0  # steps saved for catching up
         self.interruptions = 0  # other work between steps, which must not count as a step's time
 
-    def prepare(self, model: Any, price: Callable[[], Price | None]) -> None:
+    def prepare(self, model: Any, price: Callable[[], Price]) -> None:
         """Have the prices of drafting for this model; `price` is asked where it is another one than before."""
-        if self._model() is not model:
+        if self.costs is None or self._model() is not model:
+            self.costs = None
             self.costs = Costs(price())
             self._model = weakref.ref(model)
 
     def begin(self, model: Any) -> Chooser:
-        """The chooser of a new request."""
-        self.prepare(model, lambda: None)
-        return Chooser(self, self._clock)
+        """The chooser of a new request, for a model that was prepared."""
+        assert self.costs is not None and self._model() is model
+        return Chooser(self, self.costs, self._clock)
 
     def interrupted(self) -> None:
         """Something else was done since the last step: another request's prompt was prefilled, say."""
@@ -63,10 +64,8 @@ class Auto:
 
     def report(self) -> dict[str, Any]:
         """What `/stats` shows."""
-        return {
-            "draft_tokens": self.tokens, "pauses": self.pauses, "step_seconds": self.step, "verification_steps": self.costs.report(),
-            "draft_steps": round(self.costs.draft, 4), "catch_up_steps": round(self.costs.behind, 4),
-        }  # fmt: skip
+        costs = self.costs.report() if self.costs is not None else NO_COSTS
+        return {"draft_tokens": self.tokens, "pauses": self.pauses, "step_seconds": self.step, **costs}
 
 
 class Chooser:
@@ -78,9 +77,9 @@ class Chooser:
     is what was allowed at first, a hundredth of the plain steps, a last round, and what it took to learn the prices.
     """
 
-    def __init__(self, shared: Auto, clock: Callable[[], float]):
+    def __init__(self, shared: Auto, costs: Costs, clock: Callable[[], float]):
         self._shared = shared
-        self._costs = shared.costs
+        self._costs = costs
         self._clock = clock
         self._plain: deque[float] = deque(maxlen=31)
         self._step: float | None = None

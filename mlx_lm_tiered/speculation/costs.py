@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from .source import Price
 
@@ -11,10 +12,8 @@ from .source import Price
 FIRST, AGAIN = 4, 2
 # The most steps that a request saves up for trials.
 MOST_SAVED = 4.0
-# A trial is taken to cost at least that many steps, and at most `MOST_SAVED` until so many verifications were measured: the first may have met a pause.
-CHEAPEST, CONVINCED = 0.1, 3
-# Guessed of a verification, in steps for each draft, until one was measured; that it takes to draft it is known.
-GUESS = 0.1
+# A trial is taken to cost at least that many steps, and at most `MOST_SAVED` until a verification has confirmed what was measured beforehand: that may have met a pause.
+CHEAPEST = 0.1
 # The first guess of right and wrong drafts.
 RIGHT, WRONG = 3.0, 1.0
 # Of a draft model, from request to request: what a draft before counts against the last one, and between what shares of right ones a request begins.
@@ -26,30 +25,34 @@ PROVEN = 8
 class Costs:
     """What verifying takes with one model, in steps: running medians by the number of tokens verified, the pending one included.
 
-    The first verification of each order of size is not counted: it may compile kernels. `draft` and `behind` are what a draft takes beside
+    They begin with a `Price`. The first verification of an order of size that has none is not counted: it may compile kernels. `draft` and `behind` are what a draft takes beside
     that, and each token that the drafter has to catch up with; 0 where it has no model to compute.
     """
 
-    def __init__(self, price: Price | None = None) -> None:
-        self.draft, self.behind = (price.draft / price.step, price.behind / price.step) if price is not None else (0.0, 0.0)
-        self.odds: tuple[float, float] | None = (RIGHT, WRONG) if price is not None else None  # drafts that were right, and wrong
+    def __init__(self, price: Price) -> None:
+        self.draft, self.behind = price.draft / price.step, price.behind / price.step
+        self.odds: tuple[float, float] | None = (RIGHT, WRONG) if price.draft else None  # drafts that were right, and wrong
         self._judged = 0
         self._caught: deque[float] = deque([self.behind], maxlen=5)
-        self._seen: set[int] = set()
+        self._seen = {_size(width) for width in price.rounds}
         self._recent: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {1: 1.0}
+        self._before = {width: seconds / price.step + self.draft * (width - 1) for width, seconds in price.rounds.items()}
+        self._medians = {1: 1.0} | self._before
         self.limit = FIRST  # twice as many drafts as were measured more than once
 
     def add(self, width: int, steps: float) -> bool:
         """Note a verification of `width` tokens. False when it is not to be counted."""
-        size = (width - 1).bit_length()
-        if size not in self._seen:
+        if (size := _size(width)) not in self._seen:
             self._seen.add(size)
             return False
         # Behind what was expected, as one measurement is not believed: there may be a pause in it.
         recent = self._recent.setdefault(width, deque([self.of(width)], maxlen=9))
         recent.append(steps)
         self._medians[width] = median(recent)
+        if width in self._before:
+            # What made this one another than it was beforehand, a long context or a pause then, holds for the others, too.
+            scale = self._medians[width] / self._before[width]
+            self._medians |= {other: scale * steps for other, steps in self._before.items() if other not in self._recent}
         if len(recent) > 2:
             self.limit = max(self.limit, 2 * (width - 1))
         return True
@@ -60,8 +63,6 @@ class Costs:
             return self._medians[width]
         known = sorted(self._medians)
         above = next((w for w in known if w > width), None)
-        if above is None and len(known) == 1:
-            return 1.0 + (GUESS + self.draft) * (width - 1)
         below = max(w for w in known if w < width)
         if above is None:
             slope = max(self._medians[below] - 1.0, 0.0) / (below - 1)
@@ -72,7 +73,7 @@ class Costs:
     def trial(self) -> float:
         """What may be lost by the fewest drafts."""
         price = max(self.of(AGAIN + 1) - 1, CHEAPEST)
-        return price if len(self._recent.get(AGAIN + 1, ())) > CONVINCED else min(price, MOST_SAVED)
+        return price if AGAIN + 1 in self._recent else min(price, MOST_SAVED)
 
     def caught_up(self, tokens: int, steps: float) -> None:
         """Note what it took to catch up with so many tokens."""
@@ -98,9 +99,19 @@ class Costs:
         share = min(max(self.odds[0] / sum(self.odds), LEAST), MOST)
         return share * (RIGHT + WRONG), (1 - share) * (RIGHT + WRONG)
 
-    def report(self) -> list[list[float]]:
-        """Pairs of tokens verified and steps."""
-        return [[width, round(steps, 3)] for width, steps in sorted(self._medians.items()) if width > 1]
+    def report(self) -> dict[str, Any]:
+        """What `/stats` shows: pairs of tokens verified and steps, and what drafts and catching up take."""
+        rounds = [[width, round(steps, 3)] for width, steps in sorted(self._medians.items()) if width > 1]
+        return {"verification_steps": rounds, "draft_steps": round(self.draft, 4), "catch_up_steps": round(self.behind, 4)}
+
+
+# What is reported before there are any.
+NO_COSTS: dict[str, Any] = {"verification_steps": [], "draft_steps": 0.0, "catch_up_steps": 0.0}
+
+
+def _size(width: int) -> int:
+    """The order of size of a verification: such ones share kernels."""
+    return (width - 1).bit_length()
 
 
 def median(values: Sequence[float]) -> float:

@@ -5,7 +5,6 @@ Leviathan, Kalman and Matias (2023), "Fast inference from transformers via specu
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,8 @@ import mlx.core as mx
 
 from .. import caches as kinds
 from .following import Following, new_caches
-from .source import NONE, Draft, Price, always
+from .pricing import least
+from .source import NONE, Draft, DraftCost, always
 from .vocabulary import mismatch, size
 
 # Tokens of the sequence that the draft model computes at a time while it catches up, beside a step of the request.
@@ -92,14 +92,12 @@ class DraftModelSource:
         assert self._pair is not None
         return DraftModelDrafter(self._pair, self._prefixes(), self._fits, self._counts)
 
-    def price(self, model: Any) -> Price:
-        from mlx_lm.models.cache import make_prompt_cache
-
+    def price(self, model: Any, step: float) -> DraftCost:
         assert self._model is not None
         caches = new_caches(self._model)
-        step, draft = _seconds(model, make_prompt_cache(model), 1, 3), _seconds(self._model, caches, 1, 3)
+        draft = least(lambda: _forward(self._model, caches, 1))
         # Where a draft takes a step nothing will be drafted.
-        return Price(step, draft, draft if draft >= step else min(_seconds(self._model, caches, PIECE, 1) / PIECE, draft))
+        return DraftCost(draft, draft if draft >= step else min(least(lambda: _forward(self._model, caches, PIECE)) / PIECE, draft))
 
     def report(self) -> dict[str, Any]:
         return {"model": str(self._path), "reused_tokens": self._counts["reused"], "computed_tokens": self._counts["computed"]}
@@ -203,11 +201,5 @@ class DraftModelDrafter:
         return logprobs if missing <= 0 else mx.pad(logprobs, [(0, 0), (0, missing)], constant_values=-mx.inf)
 
 
-def _seconds(model: Any, caches: list[Any], tokens: int, times: int) -> float:
-    """The least of so many forwards of so many tokens, behind one that may compile kernels."""
-    seconds = []
-    for _ in range(times + 1):
-        started = time.perf_counter()
-        mx.eval(model(mx.array([[0] * tokens]), cache=caches))
-        seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
+def _forward(model: Any, caches: list[Any], tokens: int) -> None:
+    mx.eval(model(mx.array([[0] * tokens]), cache=caches))

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .source import NONE, Draft, always
+from .source import NONE, Draft, DraftCost, always
 
 # Tokens that must agree before a draft, the pending one among them: at first, and after a draft of which something was right.
 LEAST = 3
@@ -34,8 +34,8 @@ class NGramSource:
     def begin(self, model: Any = None) -> NGramDrafter:
         return NGramDrafter()
 
-    def price(self, model: Any) -> None:
-        return None
+    def price(self, model: Any, step: float) -> DraftCost:
+        return DraftCost()
 
     def report(self) -> None:
         return None

@@ -18,6 +18,7 @@ from .acceptance import Rejection, Rule, Target
 from .auto import Auto
 from .choose import MOST
 from .executor import Executor
+from .pricing import price
 from .request import Request
 from .rollback import singles
 from .source import DraftSource
@@ -116,9 +117,9 @@ class Speculating:
     def _unpriced(self, model: Any) -> str:
         """Have it known what drafting for `model` costs; why it cannot be, empty otherwise."""
         try:
-            self._auto.prepare(model, lambda: self.source.price(model))
+            self._auto.prepare(model, lambda: price(model, self.source))
         except Exception as error:
-            return f"its draft model failed: {type(error).__name__}: {error}"
+            return f"measuring what drafts cost failed: {type(error).__name__}: {error}"
         return ""
 
     def report(self) -> dict[str, Any]:

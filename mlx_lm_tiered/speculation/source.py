@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
@@ -30,11 +30,23 @@ NONE = Draft([])
 
 
 class Price(NamedTuple):
-    """What a drafter that computes a model of its own takes, in seconds: a draft, each token of the sequence that it has to catch up with; and what a step of the model that answers takes."""
+    """What drafting for a model takes, in seconds.
+
+    `step` is a token by plain decoding, `rounds` says what verifying so many tokens takes, the pending one included, `draft` is what
+    each draft takes beside that, and `behind` each token of the sequence that the drafter has to catch up with.
+    """
 
     step: float
-    draft: float
-    behind: float
+    rounds: Mapping[int, float]
+    draft: float = 0.0
+    behind: float = 0.0
+
+
+class DraftCost(NamedTuple):
+    """A source's part of a `Price`: 0 where it has no model to compute."""
+
+    draft: float = 0.0
+    behind: float = 0.0
 
 
 def always(behind: int) -> bool:
@@ -85,8 +97,8 @@ class DraftSource(Protocol):
     def begin(self, model: Any) -> Drafter:
         """The drafter of a new sequence that `model` generates."""
 
-    def price(self, model: Any) -> Price | None:
-        """What drafting for `model`, which is not refused, costs beside verifying; None where that is little. It measures that by some forwards of both."""
+    def price(self, model: Any, step: float) -> DraftCost:
+        """What drafting for `model`, which is not refused and takes `step` seconds for a token, costs beside verifying. It measures that by some forwards."""
 
     def report(self) -> dict[str, Any] | None:
         """What `/stats` shows of the model that drafts; None where there is none. Any thread."""

@@ -13,7 +13,8 @@ from mlx_lm_tiered.settings import AUTO
 from mlx_lm_tiered.speculation.auto import ALLOWED, CHOICES, MEASURED, Auto
 from mlx_lm_tiered.speculation.costs import FIRST
 from mlx_lm_tiered.speculation.draft_model import BEHIND
-from mlx_lm_tiered.speculation.source import Draft, Price
+from mlx_lm_tiered.speculation.pricing import WIDTHS
+from mlx_lm_tiered.speculation.source import Draft, DraftCost, Price
 
 STEP = 0.01
 
@@ -25,11 +26,13 @@ class Model:
 class World:
     """A model whose steps and verifications take what is said, and a source of which each draft has so many right tokens.
 
-    `lost` is what drafting has cost in all, in steps; negative when it gained.
+    What it takes is measured beforehand, unless `believed` says what is believed instead. `lost` is what drafting has cost in all, in steps; negative when it gained.
     """
 
-    def __init__(self, round_steps: Callable[[int], float], right: Callable[[int], int], price: Price | None = None, prompt: int = 0, room: int = 512):
-        self.price, self.prompt, self.room = price, prompt, room
+    def __init__(self, round_steps: Callable[[int], float], right: Callable[[int], int], draft: DraftCost = DraftCost(), prompt: int = 0, room: int = 512, believed: Callable[[int], float] | None = None):
+        """`round_steps` and `believed` say what a verification of so many tokens takes, its drafts included; `draft` what a draft model's part of it is."""
+        self.draft, self.prompt, self.room = draft, prompt, room
+        self.believed = believed or round_steps
         self.now, self.tokens, self.rounds = 0.0, 0, 0
         self.round_steps, self.right = round_steps, right
         self.model, self.auto = Model(), Auto(lambda: self.now)
@@ -40,8 +43,9 @@ class World:
         self.request()
 
     def request(self) -> None:
-        self.auto.prepare(self.model, lambda: self.price)
-        self.behind = self.prompt if self.price is not None else 0
+        rounds = {width: STEP * self.believed(width) - self.draft.draft * (width - 1) for width in WIDTHS}
+        self.auto.prepare(self.model, lambda: Price(STEP, rounds, *self.draft))
+        self.behind = self.prompt if self.draft.draft else 0
         self.chooser, self.choices = self.auto.begin(self.model), []
         self.start, self.first, self._ready = self.now, self.tokens, self.now
 
@@ -65,7 +69,7 @@ class World:
             self._ready = ready + STEP * (1 + self.noise(self._steps))
             self.now = ready
             self.tokens += 1
-            self.behind += self.price is not None
+            self.behind += self.draft.draft > 0
         return self.choices
 
     def _catch_up(self) -> None:
@@ -73,7 +77,7 @@ class World:
         if self.chooser.worth(self.behind, self.room - (self.tokens - self.first)):
             piece = min(self.behind, 100)
             self.chooser.beside(piece)
-            self._ready += piece * self.price.behind
+            self._ready += piece * self.draft.behind
             self.behind -= piece
 
     def _verify(self, drafted: int) -> None:
@@ -114,20 +118,37 @@ def test_what_a_wide_verification_costs_bounds_it():
 def test_where_drafts_are_wrong_it_ceases_and_what_it_loses_is_bounded(cost: float):
     world = World(lambda width: cost, lambda number: 0)
     before = world.go(100)
-    assert before.count(0) > 40 and any(before)
+    assert before.count(0) > 40 and any(before) == (cost < 3)
     spent = world.rounds
     for tokens in (100, 1000, 5000):
         world.go(tokens)
         plain_steps = world.tokens - world.first
-        # Of each number of drafts that it tries the first verification is not counted, and two more convince it of a high price.
-        assert world.lost <= ALLOWED + 0.01 * plain_steps + 9 * (cost - 1)
+        # The last verification may be one more than it has saved for, and a high price is tried once before it is believed.
+        assert world.lost <= ALLOWED + 0.01 * plain_steps + (cost - 1)
     assert world.rounds > spent  # tried again
     spent = world.rounds
     world.go(5000)
     assert (world.rounds > spent) == (cost < 4)  # where that can be paid for
     world.request()
     world.go(64)
-    assert world.lost <= 0.03 * 64 or cost > 2
+    assert world.lost <= 0.03 * 64
+
+
+@pytest.mark.parametrize("number_right", [0, 1])
+def test_the_first_request_of_a_process_loses_next_to_nothing_where_a_round_takes_two_steps(number_right: int):
+    """As on a GPU, where the host is most of a small model's step: of an answer of 64 tokens 3 % at most."""
+    world = World(lambda width: 1.8, lambda number: number_right)
+    world.go(64)
+    assert world.lost <= 0.03 * 64
+
+
+def test_what_was_measured_wrongly_beforehand_is_put_right():
+    """A pause of the machine can have made drafts look dear, or steps long and so drafts cheap."""
+    dear = World(cheap, lambda number: 99, believed=lambda width: 30.0)
+    assert not any(dear.go(300)) and dear.go(600)[-1] == CHOICES[-1]
+    cheaply = World(lambda width: 5.0, lambda number: 0, believed=cheap)
+    cheaply.go(1000)
+    assert cheaply.lost <= ALLOWED + 0.01 * 1000 + 4 * 4
 
 
 def test_what_others_prefills_take_between_steps_is_not_a_steps_time():
@@ -166,7 +187,6 @@ def test_a_slow_first_pass_is_not_held_against_drafts():
     world.first_pass = dict.fromkeys(range(1, 7), 200.0)
     while world.rounds < 1:
         world.go(1)
-    assert world.auto.report()["verification_steps"] == []
     assert world.go(300)[-1] == CHOICES[-1]
     assert all(steps < 3 for _, steps in world.auto.report()["verification_steps"])
 
@@ -191,15 +211,15 @@ def test_steps_with_others_in_the_batch_count_for_nothing():
 def test_another_model_has_other_costs():
     world = World(cheap, lambda number: 99)
     world.go(100)
-    assert world.auto.report()["verification_steps"]
-    world.model = Model()
+    assert world.auto.report()["verification_steps"][0] == [2, 1.08]
+    world.model, world.believed = Model(), lambda width: 7.0
     world.request()
-    assert not world.auto.report()["verification_steps"]
+    assert world.auto.report()["verification_steps"] == [[2, 7.0], [3, 7.0], [5, 7.0]]
 
 
-def priced(draft: float, behind: float) -> Price:
+def priced(draft: float, behind: float) -> DraftCost:
     """In steps."""
-    return Price(STEP, STEP * draft, STEP * behind)
+    return DraftCost(STEP * draft, STEP * behind)
 
 
 def test_a_draft_model_that_takes_a_step_for_a_draft_is_never_begun_with():
@@ -212,7 +232,7 @@ def test_a_draft_model_that_takes_a_step_for_a_draft_is_never_begun_with():
 
 
 def test_a_cheap_one_drafts_from_its_first_request_on_with_as_many_as_its_price_allows():
-    for draft, first in (0.02, 4), (0.4, 1):
+    for draft, first in (0.02, 4), (0.4, 2):
         world = World(lambda width, draft=draft: 1 + (0.03 + draft) * (width - 1), lambda number: 99, priced(draft, 0.001), prompt=300)
         assert next(filter(None, world.go(200))) == first and world.lost < -100
 
@@ -230,7 +250,7 @@ def test_it_catches_up_where_what_is_left_pays_for_it():
     assert not begun(2000, 64) and not begun(2000, 512) and world.lost < 1e-6
     assert begun(100, 512) and begun(100, 64) and world.lost < -20
     assert not begun(4000, 64) and begun(4000, 512)
-    world.price = priced(0.1, 0.1)
+    world.draft = priced(0.1, 0.1)
     assert begun(400, 200) and begun(400, 200) and begun(400, 200)
     assert world.auto.report()["catch_up_steps"] == pytest.approx(0.1, rel=0.3)
     assert not begun(4000, 512)

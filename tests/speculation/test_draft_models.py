@@ -22,7 +22,7 @@ from mlx_lm_tiered.memory.room import Room
 from mlx_lm_tiered.plugin import current
 from mlx_lm_tiered.speculation import draft_model, vocabulary
 from mlx_lm_tiered.speculation.draft_model import DraftModelSource
-from mlx_lm_tiered.speculation.source import Price
+from mlx_lm_tiered.speculation.source import DraftCost
 from mlx_lm_tiered.speculation.following import Following, new_caches
 from support.models import TINY, document
 
@@ -222,7 +222,7 @@ def test_auto_switches_garbage_off(garbage, monkeypatch):
     prompt = prompt_of(tokenizer, 40)
     with plain():
         expected = generate(model, prompt, 150).tokens
-    monkeypatch.setattr(DraftModelSource, "price", lambda self, model: Price(1.0, 0.1, 0.01))  # which is not so
+    monkeypatch.setattr(DraftModelSource, "price", lambda self, model, step: DraftCost(step / 10, step / 100))  # which is not so
     with drafting(garbage, "auto") as run:
         assert generate(model, prompt, 150).tokens == expected
         counted = run.report()
@@ -248,13 +248,13 @@ def test_one_that_fails_while_its_price_is_measured_leaves_the_requests_plain(mo
     with plain():
         expected = generate(model, prompt, 12).tokens
 
-    def fails(self, model):
+    def fails(self, model, step):
         raise RuntimeError("[metal] nothing works")
 
     monkeypatch.setattr(DraftModelSource, "price", fails)
     with drafting(TINY["llama"], "auto") as run:
         assert generate(model, prompt, 12).tokens == expected == generate(model, prompt, 12).tokens
-        assert run.report()["refused"] == "its draft model failed: RuntimeError: [metal] nothing works"
+        assert run.report()["refused"] == "measuring what drafts cost failed: RuntimeError: [metal] nothing works"
     assert caplog.text.count("nothing works") == 1
 
 

@@ -11,7 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..source import NONE, Draft, always
+import mlx.core as mx
+
+from ..costs import FIRST
+from ..pricing import least
+from ..source import NONE, Draft, DraftCost, always
 from . import config
 
 # Gemma 4's layers are imported with the first model: imported before the plugin's hooks are in place they would keep mlx-lm's attention.
@@ -59,11 +63,19 @@ class AssistantSource:
         assert self._assistant is not None and self._target is not None
         return AssistantDrafter(self._assistant, self._target, self._position, self._window)
 
-    def price(self, model: Any) -> None:
-        return None
+    def price(self, model: Any, step: float) -> DraftCost:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        drafter, caches = self.begin(model), make_prompt_cache(model)
+        mx.eval(model(mx.zeros((1, 2), mx.uint32), cache=caches))
+        return DraftCost(least(lambda: _drafted(drafter, caches)) / FIRST)
 
     def report(self) -> dict[str, Any]:
         return {"model": str(self._path)}
+
+
+def _drafted(drafter: AssistantDrafter, caches: Sequence[Any]) -> None:
+    assert drafter.draft([0, 0], 0, FIRST, caches).tokens
 
 
 class AssistantDrafter:
