@@ -25,6 +25,10 @@ CHOICES = (1, 2, 3, 4, 6, 8, 12, 16)
 MEASURED = 3
 # Steps that a request may lose by drafts at first; what it may lose more for each plain step; and the most that it owes.
 ALLOWED, SAVED, MOST_OWED = 0.5, 0.01, 2.0
+# Steps that a round may lose beyond what was saved, where it is expected to pay; until so many of a request's drafts were right.
+ADVANCED, TRUSTED = 0.5, 4
+# Of what a request has saved the next one has that much at most.
+CARRIED = 2.0
 # Catching up has to be paid back by so much of the tokens that a request may still generate, of at most so many: few generate all.
 SHARE, FURTHEST = 0.5, 512
 # Where it is not known that drafts pay, for so much of them, or for what all requests have saved: a hundredth of each plain step, at most so many steps.
@@ -44,12 +48,13 @@ class Auto:
         self.tokens: int | None = None  # that the request asked last may draft
         self.step: float | None = None  # seconds, in that request
         self.pooled = 0.0  # steps saved for catching up
+        self.saved = 0.0  # in the account of the request that was paid for last
         self.interruptions = 0  # other work between steps, which must not count as a step's time
 
     def prepare(self, model: Any, price: Callable[[], Price]) -> None:
         """Have the prices of drafting for this model; `price` is asked where it is another one than before."""
         if self.costs is None or self._model() is not model:
-            self.costs = None
+            self.costs, self.saved = None, 0.0
             self.costs = Costs(price())
             self._model = weakref.ref(model)
 
@@ -72,9 +77,9 @@ class Chooser:
     """Chooses for one request.
 
     It keeps an account, in steps. A round earns its tokens and costs its usual time, a plain step after a lookup or
-    a round what it usually takes longer than one; each plain step saves a hundredth. Drafting that is expected to pay needs
-    an account that is not below zero, any other has its whole price saved before. So all that is ever lost
-    is what was allowed at first, a hundredth of the plain steps, a last round, and what it took to learn the prices.
+    a round what it usually takes longer than one; each plain step saves a hundredth, which the next request still has. Drafting that is expected to pay needs
+    an account that is not below zero, and until some drafts were right one that covers, but for half a step, what a round without a right one loses; any other has its whole price saved before. So all that is ever lost
+    is what was allowed at first, a hundredth of the plain steps, half a step, and what it took to correct the prices.
     """
 
     def __init__(self, shared: Auto, costs: Costs, clock: Callable[[], float]):
@@ -84,8 +89,9 @@ class Chooser:
         self._plain: deque[float] = deque(maxlen=31)
         self._step: float | None = None
         # How much later than by itself a token comes, in steps: after a round, and after a lookup that found nothing.
-        self._late: tuple[deque[float], deque[float]] = (deque(maxlen=5), deque(maxlen=5))
-        self._account = ALLOWED
+        self._late: tuple[deque[float], deque[float]] = (deque([costs.late], maxlen=5), deque([costs.late], maxlen=5))
+        self._account = max(ALLOWED, min(shared.saved, CARRIED))
+        self._accepted = 0  # drafts that were right
         self._right, self._wrong = self._costs.expected()
         self._choice: int | None = None  # what promises most, until something is learnt
         self._rate = 1.0  # tokens a step that it promises
@@ -147,6 +153,7 @@ class Chooser:
             self._pay(1 + accepted - self._costs.of(width))
         self._known, self._length = now, self._length + 1 + accepted
         self._verified, self._quiet = True, 0
+        self._accepted += accepted
         self._right = self._right * FADES + accepted
         self._wrong = self._wrong * FADES + (accepted < drafted)
         self._costs.judged(accepted, drafted)
@@ -166,7 +173,7 @@ class Chooser:
             if self._step is not None:
                 late = self._late[self._waited]
                 late.append((now - self._known) / self._step)
-                self._pay(-max(median([0.0, *late]), 0.0))
+                self._pay(-max(median(late), 0.0))
         else:
             self._plain.append(now - self._entered)
             if len(self._plain) >= MEASURED:
@@ -190,14 +197,19 @@ class Chooser:
             self._catching = 0, 0.0
 
     def _pay(self, steps: float) -> None:
-        self._account = min(max(self._account + steps, -MOST_OWED), MOST_SAVED)
+        self._account = self._shared.saved = min(max(self._account + steps, -MOST_OWED), MOST_SAVED)
 
     def _choose(self) -> int:
         if self._choice is None:
             self._choice = self._best()
-        if self._choice:
-            return self._choice if self._account >= 0 else 0
-        return AGAIN if self._account >= self._costs.trial() else 0
+        if not self._choice:
+            return AGAIN if self._account >= self._costs.trial() else 0
+        if self._account < 0:
+            return 0
+        if self._accepted >= TRUSTED:
+            return self._choice
+        # Fewer lose less.
+        return next((tokens for tokens in reversed(CHOICES) if tokens <= self._choice and self._costs.most_lost(tokens) <= self._account + ADVANCED), 0)
 
     def _best(self) -> int:
         """The number of drafts that promises most tokens in the time; 0 when none promises more than a step does."""

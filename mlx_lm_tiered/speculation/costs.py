@@ -26,11 +26,11 @@ class Costs:
     """What verifying takes with one model, in steps: running medians by the number of tokens verified, the pending one included.
 
     They begin with a `Price`. The first verification of an order of size that has none is not counted: it may compile kernels. `draft` and `behind` are what a draft takes beside
-    that, and each token that the drafter has to catch up with; 0 where it has no model to compute.
+    that, and each token that the drafter has to catch up with; 0 where it has no model to compute. `late` is how much longer than others the plain step behind a round takes.
     """
 
     def __init__(self, price: Price) -> None:
-        self.draft, self.behind = price.draft / price.step, price.behind / price.step
+        self.draft, self.behind, self.late = price.draft / price.step, price.behind / price.step, price.late / price.step
         self.odds: tuple[float, float] | None = (RIGHT, WRONG) if price.draft else None  # drafts that were right, and wrong
         self._judged = 0
         self._caught: deque[float] = deque([self.behind], maxlen=5)
@@ -72,8 +72,12 @@ class Costs:
 
     def trial(self) -> float:
         """What may be lost by the fewest drafts."""
-        price = max(self.of(AGAIN + 1) - 1, CHEAPEST)
+        price = max(self.most_lost(AGAIN), CHEAPEST)
         return price if AGAIN + 1 in self._recent else min(price, MOST_SAVED)
+
+    def most_lost(self, tokens: int) -> float:
+        """What a round loses of which no draft is right, and the step behind it."""
+        return self.of(tokens + 1) - 1 + self.late
 
     def caught_up(self, tokens: int, steps: float) -> None:
         """Note what it took to catch up with so many tokens."""
@@ -102,11 +106,11 @@ class Costs:
     def report(self) -> dict[str, Any]:
         """What `/stats` shows: pairs of tokens verified and steps, and what drafts and catching up take."""
         rounds = [[width, round(steps, 3)] for width, steps in sorted(self._medians.items()) if width > 1]
-        return {"verification_steps": rounds, "draft_steps": round(self.draft, 4), "catch_up_steps": round(self.behind, 4)}
+        return {"verification_steps": rounds, "late_steps": round(self.late, 3), "draft_steps": round(self.draft, 4), "catch_up_steps": round(self.behind, 4)}
 
 
 # What is reported before there are any.
-NO_COSTS: dict[str, Any] = {"verification_steps": [], "draft_steps": 0.0, "catch_up_steps": 0.0}
+NO_COSTS: dict[str, Any] = {"verification_steps": [], "late_steps": 0.0, "draft_steps": 0.0, "catch_up_steps": 0.0}
 
 
 def _size(width: int) -> int:

@@ -1,8 +1,9 @@
 """What a step and a round take with a model, measured by some forwards before anything is drafted: what ``auto`` begins with.
 
 A step of plain decoding overlaps with the one before it: the host builds the next graph while the device works. A round
-cannot, as its tokens have to be known first. On a GPU, where a small model's step is mostly the host's, that alone makes a
-round cost nearly two steps, whatever it verifies. So both are measured the way they run.
+cannot, as its tokens have to be known first, and neither can the step behind it. On a GPU, where a small model's step is
+mostly the host's, that alone makes a round cost nearly two steps, whatever it verifies, and the step behind it another one.
+So each is measured the way it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .source import DraftSource, Price
 WIDTHS = (2, AGAIN + 1, FIRST + 1)
 # Each is measured so often, or until so many seconds have passed: the least counts.
 TIMES, ENOUGH = 3, 0.25
-# Steps that follow each other while they are measured; of longer ones than that, in seconds, one: there the host is nothing.
+# Steps that follow each other while they are measured, few and twice as many; of steps longer than that, in seconds, one: there the host is nothing.
 STEPS, LONG = 6, 0.1
 
 
@@ -29,11 +30,14 @@ def price(model: Any, source: DraftSource) -> Price:
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
-    step = least(lambda: _steps(model, caches, 1))
+    step, late = least(lambda: _steps(model, caches, 1)), 0.0
     if step < LONG:
-        step = least(lambda: _steps(model, caches, STEPS)) / STEPS
+        few, twice = (least(lambda count=count: _steps(model, caches, count)) for count in (STEPS, 2 * STEPS))  # type: ignore[misc]
+        # Both begin with a step that overlaps with none.
+        step = min(max(twice - few, few / 2), twice / 2) / STEPS
+        late = max(few - STEPS * step, 0.0)
     rounds = {width: least(lambda width=width: _verified(model, caches, width)) for width in WIDTHS}  # type: ignore[misc]
-    return Price(step, rounds, *source.price(model, step))
+    return Price(step, rounds, late, *source.price(model, step))
 
 
 def least(run: Callable[[], None]) -> float:

@@ -32,12 +32,13 @@ NONE = Draft([])
 class Price(NamedTuple):
     """What drafting for a model takes, in seconds.
 
-    `step` is a token by plain decoding, `rounds` says what verifying so many tokens takes, the pending one included, `draft` is what
-    each draft takes beside that, and `behind` each token of the sequence that the drafter has to catch up with.
+    `step` is a token by plain decoding, `rounds` says what verifying so many tokens takes, the pending one included, `late` is how much
+    longer the plain step behind that takes, `draft` is what each draft takes beside, and `behind` each token of the sequence that the drafter has to catch up with.
     """
 
     step: float
     rounds: Mapping[int, float]
+    late: float = 0.0
     draft: float = 0.0
     behind: float = 0.0
 
