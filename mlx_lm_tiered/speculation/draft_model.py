@@ -95,9 +95,8 @@ class DraftModelSource:
     def price(self, model: Any, step: float) -> DraftCost:
         assert self._model is not None
         caches = new_caches(self._model)
-        draft = least(lambda: _forward(self._model, caches, 1))
-        # Where a draft takes a step nothing will be drafted.
-        return DraftCost(draft, draft if draft >= step else min(least(lambda: _forward(self._model, caches, PIECE)) / PIECE, draft))
+        draft, piece = least(lambda: _forward(self._model, caches, 1), lambda: _forward(self._model, caches, PIECE))
+        return DraftCost(draft, min(piece / PIECE, draft))
 
     def report(self) -> dict[str, Any]:
         return {"model": str(self._path), "reused_tokens": self._counts["reused"], "computed_tokens": self._counts["computed"]}

@@ -19,10 +19,10 @@ from .source import DraftSource, Price
 
 # Tokens that are verified together: with one draft, and with as many as `auto` begins with and comes back with.
 WIDTHS = (2, AGAIN + 1, FIRST + 1)
-# Each is measured so often, or until so many seconds have passed: the least counts.
-TIMES, ENOUGH = 3, 0.25
-# Steps that follow each other while they are measured, few and twice as many; of steps longer than that, in seconds, one: there the host is nothing.
-STEPS, LONG = 6, 0.1
+# Each is measured so often, in turns, as the machine may be slower for a while; or until so many seconds have passed. The least counts.
+TIMES, ENOUGH = 4, 1.0
+# Steps that follow each other while they are measured; of steps longer than that, in seconds, one: there the host is nothing.
+STEPS, LONG = 8, 0.2
 
 
 def price(model: Any, source: DraftSource) -> Price:
@@ -30,25 +30,33 @@ def price(model: Any, source: DraftSource) -> Price:
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
-    step, late = least(lambda: _steps(model, caches, 1)), 0.0
-    if step < LONG:
-        few, twice = (least(lambda count=count: _steps(model, caches, count)) for count in (STEPS, 2 * STEPS))  # type: ignore[misc]
-        # Both begin with a step that overlaps with none.
-        step = min(max(twice - few, few / 2), twice / 2) / STEPS
-        late = max(few - STEPS * step, 0.0)
-    rounds = {width: least(lambda width=width: _verified(model, caches, width)) for width in WIDTHS}  # type: ignore[misc]
-    return Price(step, rounds, late, *source.price(model, step))
+
+    def steps(count: int) -> Callable[[], None]:
+        return lambda: _steps(model, caches, count)
+
+    def verified(width: int) -> Callable[[], None]:
+        return lambda: _verified(model, caches, width)
+
+    (alone,) = least(steps(1))
+    count = STEPS if alone < LONG else 1
+    one, many, *rounds = least(steps(1), steps(count), *map(verified, WIDTHS))
+    # The first of them overlaps with none, like one by itself.
+    step = (many - one) / (count - 1) if count > 1 else one
+    step = min(max(step, many / count / 2), one)
+    return Price(step, dict(zip(WIDTHS, rounds, strict=True)), one - step, *source.price(model, step))
 
 
-def least(run: Callable[[], None]) -> float:
-    """Seconds of the fastest of some runs, behind one that may compile kernels."""
-    run()
-    seconds: list[float] = []
-    while len(seconds) < TIMES and sum(seconds) < ENOUGH:
-        started = time.perf_counter()
+def least(*runs: Callable[[], None]) -> list[float]:
+    """Seconds of the fastest of each run's turns, behind one that may compile kernels."""
+    for run in runs:
         run()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    seconds: list[list[float]] = [[] for _ in runs]
+    while len(seconds[0]) < TIMES and sum(map(sum, seconds)) < ENOUGH:
+        for run, taken in zip(runs, seconds, strict=True):
+            started = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - started)
+    return [min(taken) for taken in seconds]
 
 
 def _steps(model: Any, caches: list[Any], count: int) -> None:

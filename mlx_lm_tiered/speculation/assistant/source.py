@@ -68,7 +68,7 @@ class AssistantSource:
 
         drafter, caches = self.begin(model), make_prompt_cache(model)
         mx.eval(model(mx.zeros((1, 2), mx.uint32), cache=caches))
-        return DraftCost(least(lambda: _drafted(drafter, caches)) / FIRST)
+        return DraftCost(least(lambda: _drafted(drafter, caches))[0] / FIRST)
 
     def report(self) -> dict[str, Any]:
         return {"model": str(self._path)}
