@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -86,7 +87,7 @@ def sweep(contexts: Sequence[int] = CONTEXTS) -> list[dict[str, Any]]:
             for splits in SPLITS:
                 if splits * warps * TOKENS <= tokens:
                     tuning = Tuning(warps, splits, resident)
-                    us, built = kernels.measure(lambda q, pool, tuning=tuning, most=tokens: _attend(q, pool, most, tuning), made, repeats=5)
+                    us, built = kernels.measure(partial(_attend, longest=tokens, tuning=tuning), made, repeats=5)
                     mine.append({"tokens": tokens, "us": us, "build_us": built, "warps": warps, "splits": splits, "resident": resident, "error": errors[warps, resident]})
             found += sorted(mine, key=lambda row: row["us"] - row["build_us"])[:3]
         rows += sorted(found, key=lambda row: row["us"] - row["build_us"])
@@ -94,7 +95,8 @@ def sweep(contexts: Sequence[int] = CONTEXTS) -> list[dict[str, Any]]:
 
 
 def _attend(q: mx.array, pool: Any, longest: int, tuning: Tuning | None = None) -> mx.array:
-    return blocks.decode(q, *pool, SCALE, None, longest, tuning)
+    keys, values, table, lengths = pool
+    return blocks.decode(q, keys, values, table, lengths, SCALE, None, longest, tuning)
 
 
 def _pools(lengths: tuple[int, ...]) -> list[Any]:

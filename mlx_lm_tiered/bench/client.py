@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -112,7 +112,7 @@ class Client:
         """
         return self._answer("/v1/completions", {"prompt": prompt}, options)
 
-    def stream(self, path: str, body: Mapping[str, Any], progress: Progress | None = None) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: Mapping[str, Any], progress: Progress | None = None) -> Generator[dict[str, Any], None, None]:
         """The events of a streamed completion, parsed. Closing the iterator closes the connection."""
         connection, response = self._send("POST", path, dict(body) | {"stream": True})
         try:

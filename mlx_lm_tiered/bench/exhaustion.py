@@ -86,7 +86,8 @@ def run(model: Path | None, requests: int = 200, room: int = 20, seed: int = 0) 
 def _expected(server: Server, model: Path, draw: random.Random, requests: int, progress: Progress) -> list[Ask]:
     """The requests in their order; one in four was there before."""
     systems = [document(4000)[1000 * number :][: 60 + 40 * number] for number in range(4)]
-    text, places = document(60_000), []
+    text = document(60_000)
+    places: list[int] = []
     drawn: list[tuple[list[dict[str, str]], int, dict[str, Any]]] = []
     for number in range(requests):
         if number > 8 and draw.random() < 0.25:
@@ -96,13 +97,15 @@ def _expected(server: Server, model: Path, draw: random.Random, requests: int, p
         question = f"{number}: {text[start : start + draw.randrange(40, 200)]}"
         # A bound far above what is said is promised as it is, or not.
         most = LONG if number % 3 == 1 else STOPPED if number % 8 == 0 else draw.choice((8, 16, 32, 48))
-        options: dict[str, Any] = {LONG: {"logit_bias": endless(model)}, STOPPED: {"stop": [" "]}}.get(most, {})
+        unusual: dict[int, dict[str, Any]] = {LONG: {"logit_bias": endless(model)}, STOPPED: {"stop": [" "]}}
+        options = unusual.get(most, {})
         places.append(len(drawn))
         drawn.append(([{"role": "system", "content": draw.choice(systems)}, {"role": "user", "content": question}], most, options))
     asks = []
     with ThreadPoolExecutor(4) as pool:  # fewer than upstream's queue of connections has
-        for messages, most, options, answer in pool.map(lambda one: (*one, server.chat(one[0], max_tokens=one[1], tokens=True, **one[2])), drawn):
-            asks.append(Ask(messages, most, options, answer.tokens, answer.prompt_tokens + most))
+        answers = pool.map(lambda one: server.chat(one[0], max_tokens=one[1], tokens=True, **one[2]), drawn)
+        for (messages, most, more), answer in zip(drawn, answers, strict=True):
+            asks.append(Ask(messages, most, more, answer.tokens, answer.prompt_tokens + most))
             progress(len(asks), len(drawn))
     return [asks[place] for place in places]
 

@@ -56,6 +56,6 @@ def prefilled(model: Any, tokens: Sequence[int], caches: list[Any] | None = None
 
     if caches is None:
         caches = upstream.make_prompt_cache(model)
-    for _ in generate_step(mx.array(tokens), model, max_tokens=0, prefill_step_size=CHUNK, prompt_cache=caches):
+    for _ in generate_step(mx.array(list(tokens)), model, max_tokens=0, prefill_step_size=CHUNK, prompt_cache=caches):
         raise AssertionError("a prefill without tokens to generate gave one")
     return caches

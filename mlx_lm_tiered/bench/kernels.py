@@ -235,7 +235,8 @@ def filled(tokens: int, form: Form | None) -> Any:
 
 
 def _random(tokens: int) -> tuple[mx.array, mx.array]:
-    return tuple(mx.random.normal((1, KV_HEADS, tokens, DIM)).astype(mx.bfloat16) for _ in range(2))
+    keys, values = (mx.random.normal((1, KV_HEADS, tokens, DIM)).astype(mx.bfloat16) for _ in range(2))
+    return keys, values
 
 
 def prefill(contexts: Sequence[int] = (4096, 16384, 32768), schemes: Sequence[str] = SCHEMES) -> list[dict[str, Any]]:

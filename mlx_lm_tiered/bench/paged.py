@@ -116,7 +116,7 @@ class _Bench:
             batches.append([type(layer[0]).merge(list(layer)) for layer in zip(*rows, strict=True)])
             del rows
         logits = [self._model(mx.arange(1, 1 + MIXED)[:, None], cache=batch)[:, -1].astype(mx.float32) for batch in batches]
-        furthest = (mx.abs(logits[0] - logits[1]).max(axis=-1) / mx.abs(logits[0]).max(axis=-1)).max().item()
+        furthest: Any = (mx.abs(logits[0] - logits[1]).max(axis=-1) / mx.abs(logits[0]).max(axis=-1)).max().item()
         padded, blocks = self._in_turns(batches, repeats, MIXED)
         return {
             **spread("rows_ratio", [a / b for a, b in zip(padded, blocks, strict=True)]), "rows_padded_step_ms": median(padded) * 1e3, "rows_paged_step_ms": median(blocks) * 1e3,
@@ -238,5 +238,6 @@ def _mixed(longest: int) -> list[int]:
 
 def _text(tokens: int, seed: int) -> list[int]:
     """Token ids that are all different prompts' own; what they say does not matter."""
-    return mx.random.randint(1, 1000, (tokens,), key=mx.random.key(seed)).tolist()
+    text: Any = mx.random.randint(1, 1000, (tokens,), key=mx.random.key(seed)).tolist()
+    return text
 

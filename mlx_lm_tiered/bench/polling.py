@@ -69,7 +69,7 @@ def run(model: Path, seconds: float = 5.0, pairs: int = 12, every: float = 1.0) 
 
 
 def _pair(server: Server, stream: _Stream, number: int, seconds: float, every: float) -> dict[str, float]:
-    found = {}
+    found: dict[str, float] = {}
     for side in ("looking", "alone") if number % 2 == 0 else ("alone", "looking"):
         if side == "looking":
             with _Looking(server, every) as looking:

@@ -26,7 +26,9 @@ class Quality:
         other, caches = self._logits(spec)
         kl = (mx.exp(self._full) * (self._full - other)).sum(axis=-1).mean()
         same = mx.argmax(self._full, axis=-1) == mx.argmax(other, axis=-1)
-        return {"kl": kl.item(), "top1": same.mean().item()}, caches
+        nats: Any = kl.item()
+        share: Any = same.mean().item()
+        return {"kl": nats, "top1": share}, caches
 
     def _logits(self, spec: Spec) -> tuple[mx.array, list[Any]]:
         """Log probabilities after each token of the last half."""

@@ -35,7 +35,8 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_tiered import caches as kinds
-from mlx_lm_tiered.cold.arrays import PIECE, to_bytes
+from mlx_lm_tiered.cold.arrays import to_bytes
+from mlx_lm_tiered.cold.files import PIECE
 from mlx_lm_tiered.cold.jobs import Job, describe
 from mlx_lm_tiered.cold.parallel import THREADS, run_all
 from mlx_lm_tiered.cold.reader import read_into
@@ -64,7 +65,7 @@ def run(
             chain = _find(stores["always"], kind, tokens).chain
             result[f"{prefix}bytes"] = sum(one.nbytes for one in chain)
             result[f"{prefix}files"] = len(chain)
-            reads = {
+            reads: dict[str, Callable[[], Any]] = {
                 "raw": partial(_raw, [one.path for one in chain], 1),
                 "raw_threads": partial(_raw, [one.path for one in chain], THREADS),
                 "restore": partial(_restore, stores["always"], kind, tokens),
@@ -181,12 +182,13 @@ def _write(root: Path, tokens: int, layers: int, heads: int, head_dim: int, segm
 
 
 def _save(store: ColdStore, kind: str, tokens: int, caches: list[Any]) -> None:
-    part = kinds.lend(caches, tokens) if tokens < kinds.length(caches) else caches
+    part = kinds.lend(caches, tokens) if tokens < (kinds.length(caches) or 0) else caches
     job = Job(Identity(FINGERPRINTS[kind], {}), "", _key(tokens), part)
     meta, tensors = describe(job)
     writer = store.begin(*job.place, meta)
     try:
         for name, array in tensors.items():
+            assert isinstance(array, mx.array)  # nothing is left for later in plain caches
             writer.write(name, to_bytes(array))
         writer.commit()
     except BaseException:

@@ -146,7 +146,8 @@ def _differences(model: Any, spec: Spec, tokens: list[int]) -> dict[str, float]:
             caches = runner.begin()
             seen.append([model(part, cache=caches) for part in parts])
             mx.eval(seen[-1])
-    *steps, tiles = [mx.abs(a - b).max().item() for a, b in zip(*seen, strict=True)]
+    differences: list[Any] = [mx.abs(a - b).max().item() for a, b in zip(*seen, strict=True)]
+    *steps, tiles = differences
     return {"logit_difference_to_upstream": max(steps), "tiled_logit_difference": tiles}
 
 

@@ -126,4 +126,4 @@ def _generated(model: Any, prompt: Sequence[int], count: int, caches: list[Any] 
     """So many tokens behind a prompt; `caches` hold what comes before it."""
     from mlx_lm.generate import generate_step
 
-    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count, prompt_cache=caches)]
+    return [int(token) for token, _ in generate_step(mx.array(list(prompt)), model, max_tokens=count, prompt_cache=caches)]

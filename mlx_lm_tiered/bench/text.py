@@ -11,7 +11,9 @@ from typing import Any
 @cache
 def _whole() -> str:
     try:
-        from pydoc_data.topics import topics
+        from pydoc_data.topics import topics as found
+
+        topics: dict[str, str] = dict(found)
     except ImportError:  # Some distributions leave it out; the built-in functions' help is always there.
         import builtins
 

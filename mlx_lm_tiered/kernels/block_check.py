@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
-from .blocks import Form, choose, decode, dialect, on_device, queries_of_a_block
+from .blocks import Form, choose, decode, on_device, queries_of_a_block
 from .check import TIMED_KV_HEADS, TIMED_TOKENS, TOLERANCE, seconds
+from .decode import dialect
 from .tuning import Tuning
 
 KV_HEADS, SPLITS = 2, 3
@@ -70,7 +73,8 @@ def error(form: Form, tuning: Tuning | None = None) -> float:
     tuning = tuning or choose(LENGTHS[-1], units, form, dialect())._replace(splits=SPLITS)
     got = decode(queries, keys, values, table, lengths, form.scale, form.block if form.heads_first else None, None, tuning).astype(mx.float32)
     want = reference(form, queries, keys, values, table, LENGTHS)
-    return (mx.abs(got - want).max() / mx.abs(want).max()).item()
+    found: Any = (mx.abs(got - want).max() / mx.abs(want).max()).item()
+    return found
 
 
 def right(form: Form) -> bool:

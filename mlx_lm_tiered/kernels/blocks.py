@@ -71,7 +71,7 @@ def on_device(numbers: Any, shape: Sequence[int] | None = None) -> mx.array:
     if made.ndim == 1:
         made = mx.pad(made, (0, max(0, 8 - made.shape[0])))
     elif made.shape[-1] < 8:
-        made = mx.pad(made, ((0, 0), (0, 8 - made.shape[-1])))
+        made = mx.pad(made, [(0, 0), (0, 8 - made.shape[-1])])
     return made * 1
 
 

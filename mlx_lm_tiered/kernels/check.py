@@ -75,7 +75,8 @@ def error(form: Format, tuning: Tuning | None = None) -> float:
     tuning = tuning or choose(SLOTS, rows * kv_heads, form.dim, form.each, dialect())._replace(splits=SPLITS)
     got = attention(form, q, k_side, v_side, mask, tuning)().astype(mx.float32)
     want = reference(q, k_side, v_side, form.scale, mask, form.layout)
-    return (mx.abs(got - want).max() / mx.abs(want).max()).item()
+    found: Any = (mx.abs(got - want).max() / mx.abs(want).max()).item()
+    return found
 
 
 def attention(form: Format, queries: mx.array, keys: Any, values: Any, mask: mx.array | None, tuning: Tuning | None = None) -> Callable[[], mx.array]:

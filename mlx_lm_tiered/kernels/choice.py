@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from . import block_check, blocks, encode
 from .check import faster, passes
-from .decode import Format, Step, dialect, may_serve, supports, supports_listed, supports_records
+from .decode import LEAST_ELEMENTS, Format, Step, dialect, may_serve, supports, supports_listed, supports_records
 from .layout import Layout
 from .records import Record
 
@@ -29,7 +29,7 @@ def available() -> bool:
     return on_cuda() or on_metal()
 
 
-_UNKNOWN = object()
+_UNKNOWN: Any = object()
 
 
 class Kernels:
@@ -109,7 +109,7 @@ class Kernels:
     def _step(self, form: Format, rows: int, kv_heads: int, otherwise: Callable[[mx.array, Any, Any, float], mx.array] | None) -> Step | None:
         if form not in self._right:
             what = f"decode kernel for {form.layout} in heads of {form.dim}" + (f" and blocks of {form.block} tokens" if form.block else "")
-            self._right[form] = self._serves(what, lambda: passes(form), lambda: faster(form, otherwise))
+            self._right[form] = self._serves(what, lambda: passes(form), lambda: otherwise is not None and faster(form, otherwise))
         return Step(rows, kv_heads, form) if self._right[form] else None
 
     def encode(self, keys: mx.array, values: mx.array, record: Record) -> mx.array | None:
@@ -125,7 +125,7 @@ class Kernels:
                 return None
             found = self._found(f"encoding kernel for {record.layout} in heads of {form.dim}", lambda: encode.right(form))
             encoder = self._encoders[one] = None if found is None else encode.Encoder(form, found)
-        if encoder is None or keys.size < encode.LEAST_ELEMENTS[dialect()]:
+        if encoder is None or keys.size < LEAST_ELEMENTS[dialect()]:
             return None
         return encoder(keys, values)
 

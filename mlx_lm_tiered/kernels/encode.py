@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..turboquant import codebooks, codec
+from ..turboquant.packing import unpack
 from . import source
 from .decode import LEAST_ELEMENTS, dialect
 from .records import Planes, Record
@@ -135,9 +136,9 @@ def right(form: Form) -> Rounding | None:
 
 
 def _agree(record: Record, found: Planes, wanted: Planes) -> bool:
-    same = [[mx.array_equal(a, b).item() for a, b in zip(one, other, strict=True)] for one, other in zip(found, wanted, strict=True)]
+    same = [[bool(mx.array_equal(a, b).item()) for a, b in zip(one, other, strict=True)] for one, other in zip(found, wanted, strict=True)]
     if not record.layout.turbo:
         return all(map(all, same))
     bits = record.layout.value_bits
-    others = (codec.unpack(mx.contiguous(found[0][1]), bits) != codec.unpack(wanted[0][1], bits)).mean().item()
-    return all(keys for keys, _ in same) and others <= MOST_OTHERS and mx.allclose(found[1][1], wanted[1][1], rtol=2e-3, atol=1e-7).item()
+    others: Any = (unpack(mx.contiguous(found[0][1]), bits) != unpack(wanted[0][1], bits)).mean().item()
+    return all(keys for keys, _ in same) and others <= MOST_OTHERS and bool(mx.allclose(found[1][1], wanted[1][1], rtol=2e-3, atol=1e-7).item())

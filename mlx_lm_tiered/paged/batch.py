@@ -131,7 +131,7 @@ class BatchPagedKVCache(_BaseCache):
         self._coming = None
 
     def filter(self, batch_indices: Any) -> None:
-        rows = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
+        rows: Any = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
         self.tables = [self.tables[row] for row in rows]
 
     def extend(self, other: BatchPagedKVCache) -> None:

@@ -37,8 +37,10 @@ class OverBlocks:
         lengths = [before + tokens for before in rows.before]
         table, counted = self._table(rows.tables), self._lengths(lengths)
         if record is None:
-            return self._kernels.attend_blocks(queries, *planes, table, counted, scale, arenas.block, max(lengths))
-        return self._kernels.attend_listed(queries, *planes, record, table, counted, scale, arenas.block, max(lengths))
+            keys, values = planes
+            return self._kernels.attend_blocks(queries, keys, values, table, counted, scale, arenas.block, max(lengths))
+        (held,) = planes
+        return self._kernels.attend_listed(queries, held, record, table, counted, scale, arenas.block, max(lengths))
 
     def _table(self, tables: Sequence[Table]) -> mx.array:
         versions = [table.version for table in tables]

@@ -16,7 +16,7 @@ def layers_of(caches: Sequence[Any], storage: Storage) -> dict[int, int]:
     layers = iter(range(len(storage.arenas.layers)))
     places = [(leaf, sides, None if sides is None else next(layers)) for leaf, sides in zip(leaves(caches), storage.sides, strict=False)]
     # A ring is made in place of a plain cache where its size is bounded.
-    return {id(leaf): layer for leaf, sides, layer in places if layer is not None and sides.holds(leaf)}
+    return {id(leaf): layer for leaf, sides, layer in places if layer is not None and sides is not None and sides.holds(leaf)}
 
 
 def into_blocks(caches: Sequence[Any], table: Table, shared: int = 0) -> list[Any]:

@@ -12,7 +12,7 @@ def check(settings: Settings, spec: Spec, invocation: Invocation) -> None:
     """Refuse a start that paging cannot serve. Raises UsageError with one sentence."""
     if invocation.command != "server":
         raise UsageError("--paged-kv is for servers; leave it out")
-    if spec.start > 0:
+    if spec.start > 0 and spec.form is not None:
         advice = "add --quantized-kv-start 0" if spec.origin == "--kv-bits" else f"use {spec.form.word}:{spec.form}"
         raise UsageError(f"--paged-kv has blocks of one form, and {spec.origin} {spec} changes it at token {spec.start}; {advice}")
     for name in ("prompt_cache_bytes", "prompt_cache_size"):

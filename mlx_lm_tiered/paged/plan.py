@@ -159,6 +159,7 @@ def _rows(model: Any, plan: Plan, caches: Sequence[Any]) -> list[mx.array]:
 def _compare(found: Sequence[mx.array], expected: Sequence[mx.array], tolerance: float = TOLERANCE) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         theirs = theirs.astype(mx.float32)
-        apart = mx.abs(mine.astype(mx.float32) - theirs).max().item()
-        if not apart <= tolerance * max(1e-6, mx.abs(theirs).max().item()):
+        apart: Any = mx.abs(mine.astype(mx.float32) - theirs).max().item()
+        largest: Any = mx.abs(theirs).max().item()
+        if not apart <= tolerance * max(1e-6, largest):
             raise ValueError(f"logits differ by {apart:.3g}")

@@ -111,11 +111,12 @@ class Table:
 
     def __init__(self, storage: Storage):
         self.storage = storage
+        self.blocks: list[int] = []
         self._set([])
         self.lengths: list[int | None] = [None] * len(storage.arenas.layers)  # None: no cache is the layer's
         self.reservation: Reservation | None = None
         self._fork: weakref.ref[Table] | None = None
-        self._forked_at: int | None = None
+        self._forked_at: tuple[int, object] | None = None
 
     def __del__(self) -> None:
         if self.blocks:

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..kernels.choice import Kernels, on_cuda
 from ..kernels.layout import Layout
@@ -86,8 +87,8 @@ def _affine(upstream: Callable[..., mx.array], layout: Layout, queries: mx.array
         if mx.default_device().type == mx.cpu and queries.shape[1] > keys[0].shape[1]:
             return gathered(queries, keys, values, scale, mask, group_size, bits)
         return upstream(queries, keys, values, scale=scale, mask=mask, group_size=group_size, bits=bits)
-    sides = [Triple.of(side, bits, group_size) for side in (keys, values)]
-    return fused(queries, *sides, scale, mask, sinks) if _fused(queries) else tiled(queries, *sides, scale, mask, sinks)
+    k, v = (Triple.of(side, bits, group_size) for side in (keys, values))
+    return fused(queries, k, v, scale, mask, sinks) if _fused(queries) else tiled(queries, k, v, scale, mask, sinks)
 
 
 def _fused(queries: mx.array) -> bool:
@@ -99,7 +100,7 @@ def fused(queries: mx.array, keys: Triple, values: Triple, scale: float, mask: A
     """Attention of `queries` (rows, heads, length, dim) by heads; see `fused.by_heads`. Returns (rows, heads, length, value dim)."""
 
     def sides(first: int, last: int) -> tuple[mx.array, mx.array]:
-        k, v = (mx.dequantize(*(array[:, first:last] for array in side), group_size=side.group_size, bits=side.bits).astype(queries.dtype) for side in (keys, values))
+        k, v = (side.dequantized(np.s_[:, first:last]).astype(queries.dtype) for side in (keys, values))
         return k, v
 
     elements = sum(side[1].shape[0] * side[1].shape[2] * side[1].shape[3] * side.group_size for side in (keys, values))
@@ -123,10 +124,12 @@ def gathered(queries: mx.array, q_keys: Any, q_values: Any, scale: float, mask: 
     rows, heads, length, dim = queries.shape
     kv_heads, slots = q_keys[0].shape[1:3]
     q = (queries * scale).reshape(rows, kv_heads, -1, dim)
-    scores = mx.quantized_matmul(q, *q_keys, transpose=True, group_size=group_size, bits=bits)
+    codes, scales, biases = q_keys
+    scores = mx.quantized_matmul(q, codes, scales, biases, transpose=True, group_size=group_size, bits=bits)
     scores = masked(scores.reshape(rows, kv_heads, -1, length, slots), mask, 0, slots, slots)
     weights = mx.softmax(scores, axis=-1, precise=True).reshape(rows, kv_heads, -1, slots)
-    out = mx.quantized_matmul(weights, *q_values, transpose=False, group_size=group_size, bits=bits)
+    codes, scales, biases = q_values
+    out = mx.quantized_matmul(weights, codes, scales, biases, transpose=False, group_size=group_size, bits=bits)
     return out.reshape(rows, heads, length, -1)
 
 
@@ -143,14 +146,10 @@ def tiled(
     q = (queries * scale).reshape(queries.shape[0], kv_heads, -1, queries.shape[3])
 
     def scores(start: int, stop: int) -> mx.array:
-        return q @ _dequantize(keys, start, stop).swapaxes(-1, -2)
+        return q @ keys.dequantized(np.s_[:, :, start:stop]).swapaxes(-1, -2)
 
     def read(start: int, stop: int) -> mx.array:
-        return _dequantize(values, start, stop)
+        return values.dequantized(np.s_[:, :, start:stop])
 
     width = values[1].shape[3] * values.group_size
     return running(queries, kv_heads, slots, width, scores, read, mask, sinks, tile).astype(queries.dtype)
-
-
-def _dequantize(side: Triple, start: int, stop: int) -> mx.array:
-    return mx.dequantize(*(array[:, :, start:stop] for array in side), group_size=side.group_size, bits=side.bits)

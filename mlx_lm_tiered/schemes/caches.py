@@ -30,6 +30,11 @@ class Triple(tuple[mx.array, ...]):
         made.bits, made.group_size = bits, group_size
         return made
 
+    def dequantized(self, where: Any) -> mx.array:
+        """What is at that index of the arrays (see `numpy.s_`)."""
+        packed, scales, biases = self
+        return mx.dequantize(packed[where], scales[where], biases[where], group_size=self.group_size, bits=self.bits)
+
 
 class Quantized(Lockstep):
     """What all forms of the affine scheme share."""

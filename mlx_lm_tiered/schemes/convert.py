@@ -172,4 +172,4 @@ def _encoded(keys: mx.array, values: mx.array, target: type, form: Form) -> list
     if len(pieces) == 1:
         return pieces[0]
     columns = zip(*pieces, strict=True)
-    return [tuple(mx.concatenate(side, axis=2) for side in zip(*column, strict=True)) for column in columns]  # type: ignore[misc]
+    return [(mx.concatenate(list(keys), axis=2), mx.concatenate(list(values), axis=2)) for keys, values in (zip(*column, strict=True) for column in columns)]

@@ -95,7 +95,7 @@ def _head_dim(config: Mapping[str, Any], index: int) -> int | None:
     if "global_head_dim" in config:  # Gemma 4: full attention has other heads than the windows
         kinds = config.get("layer_types")
         kind = kinds[index] if isinstance(kinds, list) and index < len(kinds) else None
-        dim = {"full_attention": config["global_head_dim"] or dim, "sliding_attention": dim}.get(kind)
+        dim = {"full_attention": config["global_head_dim"] or dim, "sliding_attention": dim}.get(str(kind))
         return dim if type(dim) is int else None
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if type(dim) is int:

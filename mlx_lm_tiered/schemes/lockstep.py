@@ -44,7 +44,7 @@ def _apart(part: Any) -> Any:
 class Lockstep(_BaseCache):
     """What all share. `bits` and `group_size` tell mlx-lm's attention that what `update_and_fetch` returns is not plain."""
 
-    inner: ClassVar[type]
+    inner: ClassVar[Any]  # mlx-lm's class
     # Of the arrays of keys, and of values.
     names: ClassVar[tuple[str, ...]]
     form_class: ClassVar[type]
@@ -64,7 +64,7 @@ class Lockstep(_BaseCache):
         made.record = record
         return made
 
-    def _set(self, parts: tuple[Any, ...], form: Form) -> None:
+    def _set(self, parts: tuple[Any, ...], form: Any) -> None:
         self.parts, self.form, self.record = parts, form, None
 
     @classmethod
@@ -267,7 +267,7 @@ class Single(Lockstep):
             Held([part.keys for part in self.parts], end, layout, self.keys_of), Held([part.values for part in self.parts], end, layout, self.values_of)
         )  # fmt: skip
 
-    def _set(self, parts: tuple[Any, ...], form: Form) -> None:
+    def _set(self, parts: tuple[Any, ...], form: Any) -> None:
         super()._set(parts, form)
         self.minimum_reusable_offset = 0
 
@@ -299,7 +299,7 @@ class Batch(Lockstep):
     _converted = _attribute("bounds", list)
     left_padding, _idx = of_first("left_padding"), of_first("_idx")
 
-    def _set(self, parts: tuple[Any, ...], form: Form) -> None:
+    def _set(self, parts: tuple[Any, ...], form: Any) -> None:
         super()._set(parts, form)
         self.bounds = [0] * self.left_padding.shape[0]
 
@@ -318,7 +318,7 @@ class Batch(Lockstep):
         self._each(lambda part: part.finalize())
 
     def filter(self, batch_indices: Any) -> None:
-        rows = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
+        rows: Any = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
         self._each(lambda part: part.filter(batch_indices))
         self.bounds = [self.bounds[row] for row in rows]
 

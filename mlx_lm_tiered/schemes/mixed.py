@@ -47,7 +47,7 @@ class Rows:
         return _in_place(outputs, [rows for rows, _, _ in self.groups])
 
 
-def _in_place(arrays: Sequence[mx.array], rows: Sequence[list[int]]) -> mx.array:
+def _in_place(arrays: list[mx.array], rows: Sequence[list[int]]) -> mx.array:
     order = [row for group in rows for row in group]
     whole = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
     if order == list(range(len(order))):
@@ -106,7 +106,7 @@ class MixedBatch(_BaseCache):
                 group.cache._temporal_order()
 
     def filter(self, batch_indices: Any) -> None:
-        keep = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
+        keep: Any = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
         left = []
         for group in self.groups:
             places = [place for place, row in enumerate(keep) if row in group.rows]

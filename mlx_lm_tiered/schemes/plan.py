@@ -95,6 +95,6 @@ def measured(cache: Any, form: Form | None = None, start: int = 0) -> Layer:
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if keys is None or values is None:
         return Layer()
-    widths, size = [side.shape[1] * side.shape[3] for side in (keys, values)], keys.dtype.size
-    quantized = form.nbytes(*widths, size) if form is not None and target(cache, form) is not None else None
-    return Layer(sum(widths) * size, window_of(cache), quantized=quantized, start=start if quantized is not None else 0)
+    (key_width, value_width), size = [side.shape[1] * side.shape[3] for side in (keys, values)], keys.dtype.size
+    quantized = form.nbytes(key_width, value_width, size) if form is not None and target(cache, form) is not None else None
+    return Layer((key_width + value_width) * size, window_of(cache), quantized=quantized, start=start if quantized is not None else 0)

@@ -44,7 +44,7 @@ class TurboQuant(Lockstep):
     def __init__(self, *arguments: Any, key_bits: int = 8, value_bits: int = 3):
         self._set(tuple(self.inner(*arguments) for _ in PARTS), Turbo(key_bits, value_bits))
 
-    def _set(self, parts: tuple[Any, ...], form: Turbo) -> None:
+    def _set(self, parts: tuple[Any, ...], form: Any) -> None:
         super()._set(parts, form)
         self.element = None
 
