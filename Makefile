@@ -20,7 +20,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo test docs types clean
+.PHONY: demo test docs types changelog clean
 
 demo: $(INSTALLED)
 	$(BIN)/mlx_lm.tiered demo $(DEMO_ARGS)
@@ -33,6 +33,11 @@ docs: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/python -m mypy
+
+# Moves the files of changelog.d into a section of CHANGELOG.md: make changelog VERSION=1.2.3
+changelog: $(INSTALLED)
+	@test -n "$(VERSION)" || { echo "make changelog needs VERSION=X.Y.Z"; exit 2; }
+	$(BIN)/towncrier build --yes --version $(VERSION)
 
 $(INSTALLED): pyproject.toml $(wildcard patches/site/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where it is with make PYTHON=..."; exit 1; }

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__version__ = "0.1.0"
+__version__: str  # of the installed package
 __all__ = ["__version__", "disable", "enable", "stats"]
 
 
@@ -26,3 +26,15 @@ def stats() -> dict[str, Any] | None:
 
     runtime = current()
     return None if runtime is None else runtime.report()
+
+
+def __getattr__(name: str) -> Any:
+    # Asked for seldom, and reading an installed package's metadata takes longer than all of this.
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("mlx-lm-tiered")
+    except PackageNotFoundError:  # run from a source tree that was not installed
+        return "0+unknown"

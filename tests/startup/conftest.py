@@ -61,7 +61,7 @@ def make_environment(tmp_path_factory: pytest.TempPathFactory):
     """A function that makes an environment with what `requirement` (pip's words; none: nothing) installs."""
     tools = tmp_path_factory.mktemp("tools")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "install", "--target", str(tools), "hatchling>=1.27", "editables"], check=True)
+    subprocess.run([*pip, "install", "--target", str(tools), "hatchling>=1.27", "hatch-vcs>=0.4", "editables"], check=True)
     plugin = witness.install(tmp_path_factory.mktemp("witness") / "lib")
 
     def make(name: str, *requirement: str) -> Environment:

@@ -6,7 +6,9 @@ With the newest one everything else is tested: pip has installed it beside these
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -17,7 +19,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-import mlx_lm_tiered
 from support.models import document
 from support.server import Server
 
@@ -52,15 +53,50 @@ def test_the_wheel(wheel: Path):
     assert {"mlx_lm_tiered.pth", "mlx_lm_tiered.start"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.partition("/")[0] for name in names if not name.partition("/")[0].endswith((".dist-info", ".pth", ".start"))} == set(PACKAGES)
-    assert metadata["Version"] == mlx_lm_tiered.__version__
-    assert f"## {metadata['Version']}" in (PROJECT / "CHANGELOG.md").read_text()
+    assert wheel.name.startswith(f"mlx_lm_tiered-{metadata['Version']}-")
 
 
-def test_a_tag_is_the_version():
-    """Of a commit that is tagged `vX.Y.Z`; all others pass."""
-    tags = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=PROJECT, capture_output=True, text=True).stdout.split()
-    versions = [tag for tag in tags if tag.startswith("v")]
-    assert versions in ([], [f"v{mlx_lm_tiered.__version__}"])
+def test_a_tag_is_the_version(tmp_path: Path):
+    """Of a commit that has one; one behind it is on the way to the next, and what is no clone has the version that is written down."""
+
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@localhost", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def version() -> str:
+        return subprocess.run([sys.executable, "-m", "hatchling", "version"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, tmp_path)
+    written = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["fallback-version"]
+    assert version() == written
+    git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--quiet", "--message", "one")
+    git("tag", "v1.2.3")
+    assert version() == "1.2.3"
+    git("commit", "--quiet", "--allow-empty", "--message", "two")
+    assert version() == "1.2.4.dev1"
+
+
+def test_changes_are_gathered_at_a_release(tmp_path: Path):
+    """Every file of `changelog.d` has a kind that is known, and becomes a line of the section, in front of those before."""
+    known = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["towncrier"]["fragment"]
+    there = [path for path in (PROJECT / "changelog.d").iterdir() if path.name not in ("README.md", "template.md.jinja")]
+    assert all(path.suffix == ".md" and path.suffixes[-2][1:] in known for path in there), there
+    shutil.copytree(PROJECT / "changelog.d", tmp_path / "changelog.d")
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        shutil.copy(PROJECT / name, tmp_path)
+    for kind in known:
+        (tmp_path / "changelog.d" / f"+{kind}.{kind}.md").write_text(f"Something was {kind}.\nOn two lines.\n")
+    (tmp_path / "changelog.d" / "7.fixed.md").write_text("Seven.")
+    subprocess.run([sys.executable, "-m", "towncrier", "build", "--yes", "--version", "99.0.0", "--date", "2030-01-02"], cwd=tmp_path, check=True, capture_output=True)
+    text = (tmp_path / "CHANGELOG.md").read_text()
+    assert text.index("## 99.0.0 (2030-01-02)") < text.index("## 0.1.0")
+    assert text.endswith((PROJECT / "CHANGELOG.md").read_text().partition("<!-- releases -->")[2].lstrip("\n"))
+    for kind, names in known.items():
+        assert f"\n{names['name']}\n" in text and f"- Something was {kind}.\n  On two lines.\n" in text
+    assert "- Seven. (#7)\n" in text
+    assert sorted(path.name for path in (tmp_path / "changelog.d").iterdir()) == ["README.md", "template.md.jinja"]
 
 
 @pytest.fixture(scope="module")
