@@ -253,7 +253,8 @@ class Team:
     def _fetch(self, now: float, local: Local, chain: Sequence[Segment], have: int, prompt: int) -> int:
         """Look a prompt up in the store, and take what is there; how many tokens it has then."""
         counts = self.counts
-        there, shared = 0, []
+        there = 0
+        shared: list[Segment] = []
         for segment in chain:
             if segment.name not in self._store:
                 break
