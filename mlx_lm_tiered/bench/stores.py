@@ -41,6 +41,10 @@ class Store(NamedTuple):
     env: Mapping[str, str]
     port: int = 0
 
+    def at(self, port: int) -> Store:
+        """The same behind a proxy."""
+        return Store(self.url.replace(f":{self.port}/", f":{port}/"), {name: value.replace(f":{self.port}", f":{port}") for name, value in self.env.items()}, port)
+
 
 @contextmanager
 def webdav(folder: Path) -> Iterator[Store]:

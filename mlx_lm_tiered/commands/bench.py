@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import endurance, fleet, sampling, speculative
+from . import endurance, fleet, sampling, shared, speculative
 from .terminal import count, directory, end_in_order, model, say, writable
 
 
@@ -109,6 +109,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     speculative.add_parser(benches)
     speculative.add_streams_parser(benches)
     sampling.add_parser(benches)
+    shared.add_parser(benches)
     fleet.add_parser(benches)
     start_up = benches.add_parser("start-up", help="what the start-up file costs an unrelated script")
     count(start_up, "--repeats", 40, "starts with and without it", "R")

@@ -12,6 +12,7 @@ from weakref import WeakSet
 from ..checkpoints.pace import lower_priority
 from ..cold.catalog import Catalog, ColdEntry
 from ..cold.checking import BadEntry
+from ..cold.health import Bounded
 from .breaker import Breaker
 from .cleaning import Cleaning
 from .fetching import Cancelled
@@ -24,6 +25,8 @@ logger = logging.getLogger("mlx_lm_tiered")
 
 EVERY = 0.5  # seconds between two looks for something to do
 DAY = 24 * 3600.0
+CLEAN_FIRST = 60.0  # seconds from the start to the first look whether the day's cleaning is due, and between two looks
+CLEAN_EVERY = 3600.0
 MANY = 10_000  # uses that are remembered
 
 
@@ -57,7 +60,8 @@ class Background:
         self._anew: set[bytes] = set()  # tokens whose entry in the store cannot be had
         self._uses: deque[tuple[Names, str]] = deque(maxlen=MANY)
         self._used: dict[str, float] = {}  # uses that were noted today, by place
-        self._clean_at = time.monotonic() + 60.0
+        self._clean_at = time.monotonic() + CLEAN_FIRST
+        self._log = Bounded()
         self._seen = -1
         self.pending = 0
         self.counts = {"uploads": 0, "uploads_there": 0, "uploads_failed": 0, "uses": 0}
@@ -108,8 +112,11 @@ class Background:
         if self._catalog.added != self._seen or self.pending:
             self._upload()
         if time.monotonic() >= self._clean_at:
-            self._cleaning.daily()
-            self._clean_at = time.monotonic() + DAY / 24
+            self._clean_at = time.monotonic() + CLEAN_EVERY
+            try:
+                self._cleaning.daily()
+            except StoreFailed as error:  # a store that cannot list takes uploads all the same
+                self._log.warn("clean", "shared cache: old entries cannot be deleted (%s)", error, limit=1)
 
     def _upload(self) -> None:
         self._seen = self._catalog.added

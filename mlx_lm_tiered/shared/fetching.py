@@ -137,4 +137,4 @@ class Fetching:
             if (read, hasher.hexdigest()) != (size, digest):
                 raise Damaged("a piece is not what its name says")
 
-        persistent(ask)
+        persistent(ask, lambda: failed.is_set() or progress.stop())

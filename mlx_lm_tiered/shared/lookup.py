@@ -52,22 +52,22 @@ class Lookup:
         rungs = names.rungs(key, above, most)
         return bool(rungs) and not self._known_absent(rungs[0][1])
 
-    def reach(self, names: Names, key: bytes, above: int, most: int, fresh: bool = False) -> Reached:
+    def reach(self, names: Names, key: bytes, above: int, most: int, *, fresh: bool = False, stop: Callable[[], bool] = lambda: False) -> Reached:
         """The longest rung of `key` that is there, of those longer than `above` and of `most` tokens at most. Raises StoreFailed.
 
-        What was not there lately is not asked for again, unless `fresh`.
+        What was not there lately is not asked for again, unless `fresh`. Nobody waits any more when `stop()`.
         """
         rungs = names.rungs(key, above, most)
         if not rungs or (not fresh and self._known_absent(rungs[0][1])):
             return Reached()
-        best = self.rung(names, *rungs[0])
+        best = self.rung(names, *rungs[0], stop)
         if not best.length:
             self._remember(rungs[0][1])
             return best
         low, high = 0, len(rungs)  # the rung at `low` is there, the one at `high` is not
         while high - low > 1:
             ask = sorted({low + (high - low) * way // WAYS for way in range(1, WAYS)} - {low})
-            for at, found in zip(ask, self._executor.map(lambda at: self.rung(names, *rungs[at]), ask), strict=True):
+            for at, found in zip(ask, self._executor.map(lambda at: self.rung(names, *rungs[at], stop), ask), strict=True):
                 if found.length:
                     low, best = at, found
                 else:
@@ -75,7 +75,7 @@ class Lookup:
                     break
         return best
 
-    def rung(self, names: Names, length: int, digest: str) -> Reached:
+    def rung(self, names: Names, length: int, digest: str, stop: Callable[[], bool] = lambda: False) -> Reached:
         """One rung. Raises StoreFailed, also for one that no attempt gives as it was written."""
 
         def ask() -> Reached:
@@ -87,11 +87,11 @@ class Lookup:
                 raise Damaged("a rung is not signed with the team's key")
             return Reached(length, name.decode())
 
-        return persistent(ask)
+        return persistent(ask, stop)
 
-    def manifest(self, names: Names, name: str) -> Manifest | None:
+    def manifest(self, names: Names, name: str, stop: Callable[[], bool] = lambda: False) -> Manifest | None:
         """One entry's manifest; None when it is gone. Raises StoreFailed, also for one that no attempt gives as it was written."""
-        return persistent(lambda: read_manifest(self._objects, names.team, names.folder, name))
+        return persistent(lambda: read_manifest(self._objects, names.team, names.folder, name), stop)
 
     def forget_absent(self) -> None:
         """Ask again for what was not there: something was uploaded."""

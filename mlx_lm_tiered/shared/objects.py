@@ -5,6 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import threading
+import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 CONNECT = "2s"
 STALLED = "5s"  # without a byte
 WHOLE = "120s"  # one object
-RETRIES = 1  # of obstore's own; what a reply holds is judged, and asked for again, here
+RETRIES = 0  # of obstore's own: what a reply holds is judged here, and so it is here that it is asked for again
+BACKOFF = 0.05  # seconds before the second attempt, twice as long before the third
 CHUNK = 1 << 20
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ATTEMPTS = 3  # at a reply that was cut off, or is not what was written
@@ -41,15 +43,16 @@ class Damaged(StoreFailed):
     """An object is not what was written, whichever way it got so."""
 
 
-def persistent(ask: Callable[[], Reply]) -> Reply:
-    """What `ask` gives, which is tried again while it fails for no lasting reason. Raises StoreFailed."""
-    for left in reversed(range(ATTEMPTS)):
+def persistent(ask: Callable[[], Reply], stop: Callable[[], bool] = lambda: False) -> Reply:
+    """What `ask` gives, which is tried again while it fails for no lasting reason and nobody says `stop()`. Raises StoreFailed."""
+    for attempt in range(1, ATTEMPTS):
         try:
             return ask()
         except StoreFailed as error:
-            if error.denied or not left:
+            if error.denied or stop():
                 raise
-    raise AssertionError
+        time.sleep(BACKOFF * attempt)
+    return ask()
 
 
 class Listed(NamedTuple):
@@ -128,7 +131,9 @@ class Objects:
 
     def folders(self, folder: str) -> list[str]:
         """The names of the folders in a folder."""
-        return [Path(path).name for path in self._listed(folder)["common_prefixes"]]
+        # WebDAV servers list the folder itself as well, and its path then begins with that of the URL.
+        found = [Path(path) for path in self._listed(folder)["common_prefixes"]]
+        return [path.name for path in found if path.parent.name == Path(folder).name]
 
     def files(self, folder: str) -> Iterator[Listed]:
         """The objects in a folder."""
@@ -179,7 +184,7 @@ def open_objects(url: str) -> Objects:
     if parts.scheme == "file":
         return Objects(LocalStore(unquote(parts.path), mkdir=True))
     client: Any = {"connect_timeout": CONNECT, "read_timeout": STALLED, "timeout": WHOLE}
-    retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=10), "backoff": {"init_backoff": timedelta(milliseconds=50)}}
+    retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=10)}
     if parts.scheme == "s3":
         # Keys, region and endpoint are those of the environment or of the machine's role. Who names an endpoint without TLS there means it.
         client["allow_http"] = any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS)

@@ -42,10 +42,11 @@ OUTCOMES = ("misses", "fetched", "not_worth", "late", "failed", "refused", "canc
 class Fetch:
     """What one request waits for. Generation thread, but for what says otherwise."""
 
-    def __init__(self, wait: float):
+    def __init__(self, wait: float, stop: Callable[[], bool], too_late: Callable[[], None]):
         self.entry: ColdEntry | None = None  # that came
-        self.progress = Progress(lambda: self.stopped)
+        self.progress = Progress(lambda: self.stopped or stop())
         self.late = False
+        self._too_late = too_late
         self._until = time.monotonic() + wait
         self._ended = threading.Event()
         self._cancelled = False
@@ -58,7 +59,9 @@ class Fetch:
     def over(self) -> bool:
         """Whether it came, or is not to be waited for any longer."""
         if not self._ended.is_set() and time.monotonic() >= self._until:
-            self.late = not self._cancelled
+            if not self._cancelled:
+                self.late = True
+                self._too_late()
             self.cancel()
         return self._cancelled or self._ended.is_set()
 
@@ -131,7 +134,7 @@ class SharedTier:
         computing = self._rates.prefill_seconds(fingerprint, have, most)
         if not self._always and computing is not None and computing < WORTH:
             return None
-        fetch = Fetch(LOOKUP)
+        fetch = Fetch(LOOKUP, lambda: self._closing, lambda: self._reads.failed(TimeoutError("it took too long")))
         fetch.progress.rest = self._rest
         self._asking.submit(self._run, fetch, names, key, have, most)
         return fetch
@@ -173,8 +176,9 @@ class SharedTier:
         except Cancelled:
             outcome = "late" if fetch.late else "cancelled"
         except StoreFailed as error:
-            outcome = "refused" if isinstance(error, Damaged) else "failed"
-            self._reads.failed(error, error.denied)
+            outcome = "late" if fetch.late else "refused" if isinstance(error, Damaged) else "failed"
+            if not fetch.late:  # that was noted when it happened
+                self._reads.failed(error, error.denied)
         except (BadEntry, Gone) as error:
             outcome = "refused"
             self._log.warn("refused", "shared cache: an entry is not used: %s", error)
@@ -182,8 +186,6 @@ class SharedTier:
             self._log.warn("local", "shared cache: an entry could not be taken in: %s", error)
         except Exception as error:  # whatever it is, the request is served without it
             self._log.warn("fault", "shared cache: a lookup failed (%s: %s)", type(error).__name__, error)
-        if outcome == "late":
-            self._reads.failed(TimeoutError("it took too long"))
         with self._lock:
             self._counts["lookups"] += 1
             self._counts[outcome] += 1
@@ -191,8 +193,9 @@ class SharedTier:
         self._wake()
 
     def _fetched(self, fetch: Fetch, names: Names, key: bytes, have: int, most: int) -> tuple[str, ColdEntry | None]:
-        reached = self._lookup.reach(names, key, have, most)
-        manifest = self._lookup.manifest(names, reached.name) if reached.length else None
+        stop = fetch.progress.stop
+        reached = self._lookup.reach(names, key, have, most, stop=stop)
+        manifest = self._lookup.manifest(names, reached.name, stop) if reached.length else None
         if fetch.stopped:
             raise Cancelled
         if manifest is None:
