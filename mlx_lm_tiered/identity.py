@@ -62,7 +62,7 @@ def source_files(source: ModelSource) -> dict[str, Path]:
 
 def stat_signature(source: ModelSource) -> Hashable:
     """The files as they are, without reading them: equal while nothing was changed or replaced. For telling models of one process apart."""
-    return tuple((name, *stat_key(path)) for name, path in sorted(source_files(source).items())), _schemes(source)
+    return tuple((name, *stat_key(path)) for name, path in sorted(source_files(source).items())), _schemes(source), source.shard
 
 
 def environment() -> dict[str, str]:
@@ -83,6 +83,7 @@ def compute(source: ModelSource, digest: Callable[[Path], str], where: Mapping[s
         "format": FORMAT_VERSION,
         **where,
         "kv_scheme": _schemes(source),
+        **({"shard": source.shard} if source.shard else {}),
         "files": {name: digest(path) for name, path in sorted(source_files(source).items())},
     }
     text = json.dumps(provenance, sort_keys=True, separators=(",", ":"))

@@ -13,6 +13,7 @@ from typing import Any
 from mlx_lm_hooks import Admission, Engine, GenerationCheckpoints, Invocation, KVScheme, ModelSource, PrefixCache, Preparation, Refused, Route, Row, Served, Serves, Speculation, UsageError, hookimpl
 
 from . import settings as table
+from .ranks import adapt
 from .runtime import Runtime
 from .schemes.choose import choose
 from .speculation.choose import choose as choose_drafting
@@ -45,6 +46,7 @@ def mlx_lm_configure(invocation: Invocation) -> None:
     drafting = choose_drafting(settings, invocation)
     scheme = choose(settings.kv_scheme, invocation)
     check_verification(settings, drafting, invocation)
+    settings = adapt(settings, scheme, drafting, invocation)
     paged = settings.paged_kv and (invocation.command == "server" or "paged_kv" in invocation.given)
     if paged:
         from .paged.options import check as check_paging
@@ -54,7 +56,7 @@ def mlx_lm_configure(invocation: Invocation) -> None:
         from .shared.objects import check as check_store
 
         check_store(settings.shared_cache)
-    runtime = Runtime(settings, scheme, drafting, paged=paged)
+    runtime = Runtime(settings, scheme, drafting, paged=paged, ranks=invocation.ranks)
     runtime.trace = open_trace(settings, drafting, runtime.statistics)
     mlx_lm_unconfigure()
     _runtime = runtime

@@ -12,12 +12,13 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_lm_hooks import Admission, Engine, ModelSource, Preparation, Refused, Serves
+from mlx_lm_hooks import Admission, Engine, ModelSource, Preparation, Ranks, Refused, Serves
 
 from . import drafting
 from .identity import stat_signature
 from .index.keys import token_key
 from .managing import Manager
+from .managing_ranks import RanksManager
 from .memory.guard import MemoryGuard
 from .prefix.lookup import Lookup
 from .prefix.orders import Orders
@@ -26,6 +27,8 @@ from .prefix.ram import RamTier
 from .prefix.rates import Rates
 from .prefix.relief import Relief
 from .prefix.tiers import TieredPrefixCache
+from .prefix.together import Together
+from .ranks import Company
 from .schemes.spec import PLAIN, Spec
 from .served import NOTE, Requests
 from .settings import Settings, default_ram_bytes, format_size
@@ -65,7 +68,7 @@ class Warms(Protocol):
 class Runtime:
     """Everything between `mlx_lm_configure` and `mlx_lm_unconfigure`."""
 
-    def __init__(self, settings: Settings, spec: Spec = PLAIN, chosen: Drafting = OFF, paged: bool = False):
+    def __init__(self, settings: Settings, spec: Spec = PLAIN, chosen: Drafting = OFF, paged: bool = False, ranks: Ranks | None = None):
         self.settings = settings
         self._drafting = chosen
         self._spec = spec
@@ -90,9 +93,15 @@ class Runtime:
         self.storage: Storage | None = None  # with --ssd-cache, from the first prefix cache on
         self._saver: Saver | None = None
         self._orders = Orders(self._wake)
-        self.manager = Manager(lambda: list(self._caches), lambda: self.storage, self._orders)
+        make_manager = Manager if ranks is None else RanksManager
+        self.manager = make_manager(lambda: list(self._caches), lambda: self.storage, self._orders)
         self._relief = Relief(lambda: list(self._caches), lambda: self.storage.queue if self.storage is not None else None)
         self.guard = MemoryGuard(settings.memory_budget, self._relief, self.statistics, self._plan_of)
+        self._company: Company | None = None
+        if ranks is not None and isinstance(self.manager, RanksManager):
+            work = {"stats": lambda _: self.report_here(), "flush": self.flush_here, "drain": self.drain_here}
+            self._company = Company(ranks, self.manager, work, lambda: self.engine is not None and self.engine.alive)
+        self._together = Together(ranks.gather) if ranks is not None else None
 
     @property
     def checkpoints(self) -> Checkpoints | None:
@@ -128,10 +137,13 @@ class Runtime:
         )
         cache.inspected = self.settings.cache_inspection
         cache.is_clients, cache.on_lookup, cache.estimate = self._is_clients, self._note, self._prefill_seconds
+        cache.together = self._together
         if self._paged:
             cache.adopted = self._adopted
         self._caches.add(cache)
         logger.info("RAM tier of %s; %s", format_size(size), storage.announcement if storage is not None else "SSD tier off (--ssd-cache DIR)")
+        if self._company is not None:
+            logger.info(self._company.announcement)
         return cache
 
     def scheme(self) -> Scheme | Pages | None:
@@ -223,22 +235,30 @@ class Runtime:
             self.storage.queue.busy_turn()
 
     def flush(self, timeout: float) -> dict[str, Any]:
-        """Have everything put so far on disk, or say what is not. Any thread but the generation thread.
+        """Have everything put so far on disk, on all ranks, or say what is not. Any thread but the generation thread.
 
         Returns ``durable`` and its evidence (see `Saver.flush`).
         """
+        return self.flush_here(timeout) if self._company is None else self._company.saved("flush", timeout)
+
+    def flush_here(self, timeout: float) -> dict[str, Any]:
+        """The same for this process alone."""
         if self._saver is None:
             return {"durable": False, "reason": "the SSD tier is off"}
         return self._saver.flush(timeout)
 
     def drain(self, timeout: float) -> dict[str, Any]:
-        """Save everything and free its memory; prefixes stay reachable. Any thread but the generation thread.
+        """Save everything and free its memory, on all ranks; prefixes stay reachable. Any thread but the generation thread.
 
         Returns the flush's report, with ``left``: entries still in RAM that were there before.
         """
+        return self.drain_here(timeout) if self._company is None else self._company.saved("drain", timeout)
+
+    def drain_here(self, timeout: float) -> dict[str, Any]:
+        """The same for this process alone."""
         deadline = time.monotonic() + timeout
         demotions = [(d, d.due_now()) for cache in list(self._caches) if (d := cache.demotion) is not None]
-        report = self.flush(timeout)
+        report = self.flush_here(timeout)
         while (left := sum(d.left(before) for d, before in demotions)) and time.monotonic() < deadline and self._alive():
             if not report["durable"]:
                 break  # what could not be saved stays
@@ -256,7 +276,7 @@ class Runtime:
     def flush_on_this_thread(self, timeout: float) -> bool:
         """The same for a script, whose own thread is the generation thread."""
         outcome: list[dict[str, Any]] = []
-        worker = threading.Thread(target=lambda: outcome.append(self.flush(timeout)), name="mlx-lm-tiered-flush")
+        worker = threading.Thread(target=lambda: outcome.append(self.flush_here(timeout)), name="mlx-lm-tiered-flush")
         worker.start()
         while worker.is_alive():
             if not self.idle_turn():
@@ -300,6 +320,12 @@ class Runtime:
 
     def report(self) -> dict[str, Any]:
         """What `/stats` answers."""
+        company, together = self._company, self._together
+        beside = company.report(together.report()) if company is not None and together is not None else None
+        return {**self.report_here(), "ranks": beside}
+
+    def report_here(self) -> dict[str, Any]:
+        """Of it, what is this process's own."""
         caches = list(self._caches)
         from . import __version__
 
@@ -412,7 +438,8 @@ class Runtime:
         return self.engine is not None and self.engine.busy
 
     def _decoding(self) -> bool:
-        return self.engine is not None and self.engine.decoding
+        # Ranks restore while all stand still: nobody is slowed down by it.
+        return self._company is None and self.engine is not None and self.engine.decoding
 
     def _wake(self) -> None:
         if self.engine is not None:

@@ -36,11 +36,54 @@ class Invocation:
     `command` is ``server``, ``generate``, ``chat`` or ``script``. `args` holds the
     parsed arguments; a plugin may change them. `given` has the names of the
     arguments that were given explicitly, as opposed to left at their defaults.
+    `ranks` is there when several processes serve one model together.
     """
 
     command: str
     args: argparse.Namespace
     given: frozenset[str] = frozenset()
+    ranks: Ranks | None = None
+
+
+class Ranks(Protocol):
+    """The processes that serve one model together (``mlx.launch``), each with a shard of it. Rank 0 answers HTTP.
+
+    All of them run the same requests in the same order. What decides how a request is
+    computed must be decided alike on all of them, never by one rank's memory, disk or clock.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Which of them this process is, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def sharding(self) -> str:
+        """How the model is divided: ``tensor`` or ``pipeline``."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether they still serve together, as far as this one knows: none was lost."""
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each rank gave, in the order of ranks: as many 32-bit integers from each.
+
+        Generation thread only. A collective: it returns when every rank has called it, so
+        all must call it at the same places of the same requests, whatever has failed.
+        """
+
+    def answers(self, name: str, work: Callable[[Any], Any]) -> None:
+        """Say what `ask` of this name does here. `work` runs on a thread of its own; argument and result are JSON."""
+
+    def ask(self, name: str, argument: Any, timeout: float) -> list[Any]:
+        """Have every rank do what `answers` named, and wait for the results, in the order of ranks.
+
+        Rank 0 only, any thread but the generation thread. Raises TimeoutError when not all
+        have answered in time, or can any more, and RuntimeError for what was raised there.
+        """
 
 
 @dataclass(frozen=True)
@@ -52,7 +95,8 @@ class ModelSource:
     object's identity) tells models of this process apart. `kv_scheme` says how
     upstream stores KV: ``plain``, or ``affine:BITS:GROUP@START``. `generation`
     counts the loads of this process, so that a directory changed between two loads
-    is never mistaken for what it was.
+    is never mistaken for what it was. `shard` says which part of the model this process
+    has, empty for all of it: ``tensor 0/2`` is that of rank 0 of two.
     """
 
     path: Path | None = None
@@ -61,6 +105,7 @@ class ModelSource:
     kv_scheme: str = "plain"
     key: Hashable = None
     generation: int = 0
+    shard: str = ""
 
 
 @dataclass(frozen=True)

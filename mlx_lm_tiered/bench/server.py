@@ -81,6 +81,7 @@ class Server(Client):
         command: Sequence[str] = STOCK,
         start_timeout: float = 120.0,
         wait: bool = True,
+        stdin: int = subprocess.DEVNULL,
     ):
         # Held until the process is gone: it takes seconds to listen, and another's answers on its port would be taken for its own.
         self._port = reserved_port()
@@ -102,7 +103,7 @@ class Server(Client):
             self._log_start = out.tell()
             # A session of its own: a Ctrl-C in the terminal reaches the caller, which then ends the server in order.
             self.process = subprocess.Popen(
-                self.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
+                self.argv, stdin=stdin, stdout=out, stderr=out, env=environment, start_new_session=True
             )
         if wait:
             try:

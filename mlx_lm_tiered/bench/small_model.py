@@ -20,8 +20,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def write(out: Path, seed: int = 0) -> Path:
-    """Write it as a directory that mlx-lm loads: a Llama in float32 whose tokens are bytes. Returns `out`."""
+def write(out: Path, seed: int = 0, *, pipelines: bool = False) -> Path:
+    """Write it as a directory that mlx-lm loads: a Llama in float32 whose tokens are bytes; with `pipelines` a Qwen 2, which ranks can divide by layers, too. Returns `out`."""
     out.mkdir(parents=True)
     vocabulary = _write_tokenizer(out)
     mx.random.seed(seed)
@@ -38,9 +38,14 @@ def write(out: Path, seed: int = 0) -> Path:
         }  # fmt: skip
         weights |= {f"model.layers.{layer}.{name}.weight": dense(*shape) for name, shape in shapes.items()}
         weights |= {f"model.layers.{layer}.{name}.weight": mx.ones(HIDDEN) for name in ("input_layernorm", "post_attention_layernorm")}
-    mx.save_safetensors(str(out / "model.safetensors"), weights | {"model.norm.weight": mx.ones(HIDDEN)}, {"format": "mlx"})
+        if pipelines:
+            biased = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
+            weights |= {f"model.layers.{layer}.self_attn.{name}.bias": mx.random.normal((size,)) for name, size in biased.items()}
+    weights["model.norm.weight"] = mx.ones(HIDDEN)
+    mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, "model.safetensors")}))
     config = {
-        "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD,
+        "model_type": "qwen2" if pipelines else "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-5,
         "vocab_size": vocabulary, "max_position_embeddings": 32768, "rope_theta": 10000.0, "tie_word_embeddings": False,
         "eos_token_id": [0],

@@ -70,4 +70,8 @@ class Preparations(Aheads[Preparation]):
 
     def prepare(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Preparation | None:
         """Begin to restore the longest usable prefix of `tokens`; None when no stored one is longer than `longer_than`."""
-        return self.begin(Preparation(self._ssd, self._restorer, source, tokens, key, longer_than))
+        return self.begin(self.alone(source, tokens, key, longer_than))
+
+    def alone(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Preparation:
+        """The same for a request that is not held back: whoever asked sees to it."""
+        return Preparation(self._ssd, self._restorer, source, tokens, key, longer_than)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,14 @@ from .agreeing import agreeing
 from .demotion import Demotion
 from .lookup import Lookup, Nearest, parting, why_not_more
 from .preparing import Preparation, Preparations
-from .ram import Entry, RamTier, usable_by
+from .ram import Entry, RamTier, usable_by, usable_length
 from .telling import Telling
+from .together import Together
 from .unsaved import Unsaved
+
+# With several ranks: what one restore may take, and after one that took longer none is begun for so long.
+RESTORE_SECONDS = 30.0
+REST_SECONDS = 60.0
 
 if TYPE_CHECKING:
     from ..cold.restoring import Restorer
@@ -59,6 +65,8 @@ class TieredPrefixCache:
         self.estimate: Callable[[ModelSource, int], float | None] = lambda source, tokens: None
         # Caches of any tier as a source's requests have theirs, restored ones given what is in memory of their prefix; None when there is no room for them.
         self.adopted: Callable[[ModelSource, list[Any], tuple[Entry, int] | None], list[Any] | None] = lambda source, caches, lender: caches
+        self.together: Together | None = None  # with several ranks, who agree on each lookup
+        self._resting_until = 0.0  # after a restore that took too long
         self._telling = Telling()
         self.unsaved = Unsaved(max_unsaved_bytes, ram.__contains__)
         ram.on_evict = self._evicted
@@ -193,6 +201,34 @@ class TieredPrefixCache:
 
     def _looked_up(self, source: ModelSource, tokens: Sequence[int]) -> tuple[Taken | None, str, Decision | None, bytes]:
         """What was found, in which tier, why it was restored or not, and the key of the tokens."""
+        if self.together is None or len(tokens) <= 1:
+            return self._looked_up_here(source, tokens)
+        found: list[tuple[Taken | None, str, Decision | None, bytes]] = []
+
+        def offer(most: int | None) -> Taken | None:
+            try:
+                found.append(self._offered(source, tokens, most, *found[-1:]))
+            except Exception as error:  # the other ranks wait for what this one says
+                self._statistics.fault("take", f"looking for a stored prefix failed ({error!r})")
+                found.append((None, "", None, b""))
+            return found[-1][0]
+
+        taken = self.together.take(offer)
+        return (taken, *found[-1][1:]) if taken is not None else (None, "", None, found[0][3])
+
+    def _offered(self, source: ModelSource, tokens: Sequence[int], most: int | None, before: Any = None) -> Any:
+        """What is found of the first `most` tokens: of what was found `before` if it can be cut, else anew."""
+        if most is None:
+            return self._looked_up_here(source, tokens)
+        taken, *rest = before
+        if taken is None or taken.length == most:
+            return before
+        if usable_length(tokens, most, taken.length, lambda length: kinds.can_cut(taken.caches, length)) == most:
+            return Taken(kinds.lend(taken.caches, most), most), *rest
+        return self._looked_up_here(source, tokens[: most + 1])
+
+    def _looked_up_here(self, source: ModelSource, tokens: Sequence[int]) -> tuple[Taken | None, str, Decision | None, bytes]:
+        """The same for this process alone."""
         taken, tier, decision, key = None, "", None, b""
         if len(tokens) > 1:
             try:
@@ -239,10 +275,27 @@ class TieredPrefixCache:
             return self._best(source, tokens, key, lambda longer_than: None)
 
         def restore(longer_than: int) -> Taken | None:
+            if self.together is not None:
+                return self._restored_in_time(source, tokens, key, longer_than)
             prepared = self.preparations.claim(source, key) if self.preparations is not None else None
             return prepared.taken() if prepared is not None else ssd.take(source, tokens, key, longer_than)
 
         return self._best(source, tokens, key, restore)
+
+    def _restored_in_time(self, source: ModelSource, tokens: Sequence[int], key: bytes, longer_than: int) -> Taken | None:
+        """What is on disk, read on another thread for a bounded time: the other ranks stand still meanwhile."""
+        if self.preparations is None or time.monotonic() < self._resting_until:
+            return None
+        restore = self.preparations.alone(source, tokens, key, longer_than)
+        until = time.monotonic() + RESTORE_SECONDS
+        while not restore.step():
+            if time.monotonic() > until:
+                restore.cancel()
+                self._resting_until = time.monotonic() + REST_SECONDS
+                self._statistics.fault("slow_restore", f"a prefix was not restored in {RESTORE_SECONDS:g} s and is computed; nothing is restored for {REST_SECONDS:g} s")
+                return None
+            time.sleep(0.0005)
+        return restore.taken()
 
     def _best(self, source: ModelSource, tokens: Sequence[int], key: bytes, restore: Callable[[int], Taken | None]) -> tuple[Taken | None, str]:
         """The longer one of what is in memory and what `restore` gives, which is to be longer than so many tokens; and its tier."""

@@ -58,6 +58,7 @@ def _flag_values(argv: Sequence[str]) -> list[str] | None:
 
 
 def _parse(parser: argparse.ArgumentParser, parse: Any, command: str, argv: list[str], namespace: Any) -> Any:
+    from . import ranks
     from .host import host
 
     def refuse(error: PluginError) -> None:
@@ -89,7 +90,7 @@ def _parse(parser: argparse.ArgumentParser, parse: Any, command: str, argv: list
         if not plugins.names:
             known = ", ".join(sorted(installed_plugins())) or "none"
             raise UsageError(f"name a plugin with --plugin (installed: {known})")
-        invocation = Invocation(command, args, given)
+        invocation = Invocation(command, args, given, ranks.join(command, args))
         plugins.configure(invocation)
         host.activate(plugins, invocation)
     except PluginError as error:

@@ -76,6 +76,8 @@ def build(original: type, runtime: Runtime) -> type:
                 self._end_short()
                 prompts, responses = super().next()
             except Exception as error:
+                if self._engine.together:
+                    raise  # the other ranks may have done this step
                 log.exception("a step of the batch failed; the requests in it get the error")
                 prompts, responses = [], self._after(error.with_traceback(None))
             for response in responses:
@@ -91,7 +93,8 @@ def build(original: type, runtime: Runtime) -> type:
             return self._reported(prompts, responses) if self._broken else (prompts, responses)
 
         def remove(self, uids: Any, *args: Any, **kwargs: Any) -> Any:
-            self._keep([uid for uid in uids if (row := self._rows.get(uid)) is not None and not row.broken and row.mailbox.stopped])
+            together = self._engine is not None and self._engine.together  # then only rank 0 knows that nobody waits
+            self._keep([uid for uid in uids if (row := self._rows.get(uid)) is not None and not row.broken and (together or row.mailbox.stopped)])
             for uid in uids:
                 if (row := self._rows.pop(uid, None)) is not None:
                     usage.note(runtime, self._generation_batch, row)
@@ -196,7 +199,7 @@ def build(original: type, runtime: Runtime) -> type:
             try:
                 return super()._make_batch(n)
             except Exception as error:
-                if self._engine is None:
+                if self._engine is None or self._engine.together:
                     raise
                 from mlx_lm.generate import PromptProcessingBatch
 

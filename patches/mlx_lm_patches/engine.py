@@ -26,6 +26,9 @@ BUSY_TURNS = 0.05  # seconds between two busy turns: steps may be much shorter
 class Engine:
     """Implements the contract's `Engine` for one `ResponseGenerator`."""
 
+    together = False  # whether other ranks do the same (see `ranked`)
+    wakes_with: Any = WAKE
+
     def __init__(self, generator: Any, runtime: Runtime):
         self._generator = generator
         self._runtime = runtime
@@ -41,8 +44,6 @@ class Engine:
         self._returning: Preparation | None = None  # of the row that is on its way back into the batch
         self._model: Any = None  # that the request delivered last names; upstream loads no other before the next one
         self.current: Mailbox | None = None  # of the request delivered last
-        # Ranks of a distributed server must decide alike, and each has its own memory.
-        self._admits = not getattr(generator, "_is_distributed", False)
         self.joining: Any = None  # the row that has just joined the batch, until it has its detokenizer
         self.delivered = 0  # requests so far
         self._open: list[Mailbox] = []  # of those delivered, all that have not ended
@@ -84,7 +85,7 @@ class Engine:
             self._woken = True
             if self._waiting:
                 self._waiting = False
-                self._generator.requests.put(WAKE)
+                self._generator.requests.put(self.wakes_with)
 
     def next_request(self, original: Callable[..., Any], timeout: float | None) -> Any:
         """Upstream's `_next_request`, with idle turns in the time it would wait.
@@ -127,7 +128,7 @@ class Engine:
     def _request(self, original: Callable[..., Any], timeout: float | None) -> Delivery | None:
         """The next request that need not be held back."""
         while (request := self._queued(original, timeout)) is not None:
-            request = (Mailbox(request[0], self._admits, request[2]), *request[1:])
+            request = (Mailbox(request[0], True, request[2]), *request[1:])
             if request[0].cancelled:
                 request[0].put(Cancelled())
             elif not self._hold(request):
@@ -182,6 +183,10 @@ class Engine:
             mailbox.fail(error)
         if self._returning is not None:
             self.let_go(self._returning)
+
+    def end(self) -> None:
+        """Let the generation thread end, and wait for that. Any other thread."""
+        self._generator.stop_and_join()
 
     def keep(self, tokens: list[int], caches: list[Any], role: str) -> None:
         """Store what a request leaves that nobody waits for."""

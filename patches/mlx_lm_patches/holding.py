@@ -62,7 +62,7 @@ def preparation_for(runtime: Runtime, generator: Any, request: Any, args: Any) -
     Call it only when the model that `args` name is the one that is loaded.
     """
     provider = generator.model_provider
-    if not hasattr(generator.prompt_cache, "prepare") or provider.model_key is None or not generator._is_batchable(args) or _has_images(request.messages):
+    if not hasattr(generator.prompt_cache, "prepare") or provider.model_key is None or not generator._is_batchable(args) or has_images(request.messages):
         return None
     if not getattr(type(generator)._tokenize, _TOKENIZED, False):
         return None
@@ -146,7 +146,8 @@ def mark(tokenize: Any) -> None:
     setattr(tokenize, _TOKENIZED, True)
 
 
-def _has_images(messages: Any) -> bool:
+def has_images(messages: Any) -> bool:
+    """Whether a request brings images, so that upstream serves it by itself."""
     import mlx_lm.server
 
     parts = getattr(mlx_lm.server, "_image_parts", None)  # 0.32.0 has no images

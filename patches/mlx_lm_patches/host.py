@@ -12,7 +12,7 @@ from typing import Any
 from mlx_lm_hooks.manager import Plugins
 from mlx_lm_hooks.types import Invocation, PluginError, SeamReport
 
-from . import finder, sites, startup
+from . import finder, ranks, sites, startup
 from .features import SEAMS
 from .runtime import Runtime
 from .seam import SUPPORTED, Applied, Seam, check, supported
@@ -46,9 +46,11 @@ class Host:
     def activate(self, plugins: Plugins, invocation: Invocation) -> None:
         """Gate every feature, then hook what is loaded; what is imported later is hooked then. Replaces an earlier activation."""
         self.deactivate()
-        _refuse_distributed()
+        ranks.refuse_unless_joined(invocation)
         runtime = Runtime(plugins, invocation)
         needed = {"schemes", "rows"} if runtime.scheme is not None else set()
+        if runtime.ranks is not None:
+            needed.add("ranks")
         seams, unknown = _gate(invocation, needed | ({"speculation"} if runtime.speculation is not None else set()))
         self._runtime = runtime
         self._seams, self._unknown = seams, unknown
@@ -121,13 +123,6 @@ def _gate(invocation: Invocation, also: set[str]) -> tuple[list[Seam], set[str]]
             raise PluginError(f"mlx-lm {version} cannot be hooked for {feature}: {problem}")
         log.warning("mlx-lm %s: going on without %s: %s", version, feature, problem)
     return [seam for seam in SEAMS if seam.feature not in blocked], unknown
-
-
-def _refuse_distributed() -> None:
-    import mlx.core as mx
-
-    if mx.distributed.init().size() > 1:
-        raise PluginError("plugins do not serve distributed runs yet; start without them or on one machine")
 
 
 host = Host()

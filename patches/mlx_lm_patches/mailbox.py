@@ -36,20 +36,25 @@ class Mailbox:
     The context makes the HTTP thread send the status line, and comes before upstream
     knows what the request needs. With a `door` it is held back until the request is
     admitted (`open`) or anything else is put, so that a refusal can still be the answer.
+
+    Where several ranks serve a request `together`, whether its client has gone is known
+    to one of them, and is upstream's to share; a request `to_the_end` cannot be stopped.
     """
 
-    def __init__(self, queue: Any, door: bool = False, args: Any = None):
+    def __init__(self, queue: Any, door: bool = False, args: Any = None, *, together: bool = False, to_the_end: bool = False):
         self.queue = queue
         self.args = args  # upstream's, of the request
         self.context: Any = None
         self.ended = False
         self.held = False  # whether the context waits for admission
         self._door = door
+        self._together = together
+        self._to_the_end = to_the_end
 
     @property
     def cancelled(self) -> bool:
         """Whether the client has gone."""
-        return given_up(self.queue)
+        return not self._together and given_up(self.queue)
 
     @property
     def stopped(self) -> bool:
@@ -59,6 +64,8 @@ class Mailbox:
     def put(self, item: Any) -> None:
         if self.context is None and hasattr(item, "stop"):
             self.context = item
+            if self._to_the_end:
+                item.stop = lambda: None
             if self.ended:
                 item.stop()
             elif self._door:

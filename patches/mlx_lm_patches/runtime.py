@@ -11,6 +11,8 @@ from typing import Any
 from mlx_lm_hooks.manager import Plugins
 from mlx_lm_hooks.types import GenerationCheckpoints, Invocation, ModelSource, PrefixCache
 
+from .ranks import Group
+from .stopping import Stopping
 
 log = logging.getLogger("mlx_lm_patches")
 
@@ -57,6 +59,9 @@ class Runtime:
         self.loads = 0
         self.preempts = False  # whether rows of the server's batch can leave it and come back
         self.stopping: Callable[[], bool] = lambda: False  # whether the server was asked to stop
+        self.ranks: Group | None = invocation.ranks if isinstance(invocation.ranks, Group) else None
+        self._stopping: Stopping | None = None
+        self._stop_asked: bool | None = None
         self.here = _ThreadState()
         self._warned: set[str] = set()
         self._lock = threading.Lock()
@@ -72,6 +77,24 @@ class Runtime:
         level = logging.WARNING if first else logging.DEBUG
         log.log(level, "plugin fault in %s, going on without it: %s: %s", where, type(error).__name__, error)
         log.debug("plugin fault in %s", where, exc_info=error)
+
+    def stops_by(self, stopping: Stopping) -> None:
+        """Say what stops the server."""
+        self._stopping = stopping
+        self.stopping = lambda: stopping.requested
+        if self._stop_asked is not None:
+            stopping.request(self._stop_asked)
+
+    def stop(self, lost: bool = False) -> Callable[[], bool] | None:
+        """Stop the server in order; `lost` when not all that it served could be. Any thread, also before it listens (then None).
+
+        Returns what tells whether all is saved that could be.
+        """
+        self._stop_asked = lost or bool(self._stop_asked)
+        if self._stopping is None:
+            return None
+        self._stopping.request(lost)
+        return self._stopping.ended.is_set
 
     def plain_class(self, cache: Any) -> type:
         """The class that a cache had before a plugin's scheme or upstream's own flags quantized it."""

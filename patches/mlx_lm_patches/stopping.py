@@ -42,6 +42,9 @@ class Stopping:
         self._running = 0
         # Set by the signal handler: it may interrupt a holder of the condition, so it takes no lock.
         self.requested = False
+        self._signals = 0
+        self._lost = False
+        self.ended = threading.Event()  # once all is saved that could be
         self._signalled = threading.Event()
         self._deadline = float("inf")
         self._saved = True
@@ -103,11 +106,18 @@ class Stopping:
                     signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        if self.requested:
+        self._signals += 1
+        if self._signals > 1:
             os._exit(128 + number)
-        self.requested = True
-        self._deadline = time.monotonic() + self._timeout
-        self._signalled.set()
+        self.request()
+
+    def request(self, lost: bool = False) -> None:
+        """Stop as on the first signal; `lost` when the process is to end with 1 in any case."""
+        self._lost |= lost
+        if not self.requested:
+            self.requested = True
+            self._deadline = time.monotonic() + self._timeout
+            self._signalled.set()
 
     def _drain(self) -> None:
         self._signalled.wait()
@@ -117,6 +127,7 @@ class Stopping:
         self._saved = self._try_to_save()
         if not self._finished and self._wait(self._left()):
             self._finished, self._saved = True, self._try_to_save()
+        self.ended.set()
         self._bound.wait()
         self._httpd.shutdown()
 
@@ -135,12 +146,12 @@ class Stopping:
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def end(self, generator: Any, release: Callable[[], None]) -> None:
-        """After the loop, on the main thread: let the generation thread end, then `release` the plugins' threads.
+    def end(self, generator: Any, join: Callable[[], None], release: Callable[[], None]) -> None:
+        """After the loop, on the main thread: let the generation thread end (`join`), then `release` the plugins' threads.
 
         Raises SystemExit(1) when something was lost.
         """
-        thread = threading.Thread(target=generator.stop_and_join, name="mlx-lm-join", daemon=True)
+        thread = threading.Thread(target=join, name="mlx-lm-join", daemon=True)
         thread.start()
         thread.join(max(1.0, self._left()))
         if thread.is_alive() or not self._finished:
@@ -156,7 +167,7 @@ class Stopping:
         _until_gone(generator._generation_thread)
         release()
         self._settle(generator)
-        if not (self._saved and self._finished):
+        if self._lost or not (self._saved and self._finished):
             raise SystemExit(1)
 
     def _settle(self, generator: Any) -> None:

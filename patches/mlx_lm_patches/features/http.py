@@ -17,6 +17,7 @@ from mlx_lm_hooks.types import Refused, Reply, Request, Route
 from .. import usage
 from ..access import is_local
 from ..clients import Client
+from ..engine import ENGINE
 from ..runtime import Runtime
 from ..seam import Seam
 from ..shortage import RETRY_AFTER_SECONDS
@@ -41,13 +42,15 @@ def build(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
         call.apply_defaults()
         options = call.arguments
         stopping = Stopping(runtime.plugins.shutdown_timeout(), runtime.plugins.shutdown)
-        runtime.stopping = lambda: stopping.requested
+        runtime.stops_by(stopping)
         options["handler_class"] = handler(options["handler_class"], runtime.plugins.routes(), stopping, runtime, options["host"])
         options["server_class"] = server(options["server_class"], stopping)
         with stopping.signals():
             result = original(*call.args, **call.kwargs)
         if stopping.requested:
-            stopping.end(options["response_generator"], runtime.plugins.unconfigure)
+            generator = options["response_generator"]
+            engine = getattr(generator, ENGINE, None)
+            stopping.end(generator, generator.stop_and_join if engine is None else engine.end, runtime.plugins.unconfigure)
         return result
 
     return _run_http_server

@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import places
 from ..engine import ENGINE, Engine
+from ..ranked import RankedEngine
 from ..runtime import Runtime
 from ..seam import Seam
 
@@ -17,7 +18,7 @@ def build_init(original: Callable[..., Any], runtime: Runtime) -> Callable[..., 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         # Before upstream's own: that starts the generation thread.
         if runtime.active:
-            engine = Engine(self, runtime)
+            engine = Engine(self, runtime) if runtime.ranks is None else RankedEngine(self, runtime, runtime.ranks)
             try:
                 engine.start()
                 setattr(self, ENGINE, engine)

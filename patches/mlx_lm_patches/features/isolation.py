@@ -32,6 +32,9 @@ def build_generate(original: Callable[..., Any], runtime: Runtime) -> Callable[.
                 return original(self)
             except Exception as error:
                 engine = runtime.here.engine
+                if engine is not None and engine.together:
+                    engine.lost(error)
+                    raise
                 # Without a request since the last time it would only fail again.
                 if engine is None or not runtime.active or self._stop or engine.delivered == seen:
                     raise

@@ -149,7 +149,8 @@ def _provided(provider: Any, runtime: Runtime) -> ModelSource:
         path = loaded.path if loaded is not None else None
         draft = ModelSource(path, kv_scheme=scheme_of(runtime, provider.draft_model, options), key=provider.model_key[2], generation=runtime.loads)
     loaded = _recorded(provider.model)
-    source = ModelSource(draft=draft, kv_scheme=scheme_of(runtime, provider.model, options), key=provider.model_key, generation=runtime.loads)
+    scheme, shard = scheme_of(runtime, provider.model, options), runtime.ranks.shard if runtime.ranks is not None else ""
+    source = ModelSource(draft=draft, kv_scheme=scheme, key=provider.model_key, generation=runtime.loads, shard=shard)
     if loaded is None or (draft is not None and draft.path is None):
         return source
     return replace(source, path=loaded.path, adapter_path=loaded.adapter_path)

@@ -83,6 +83,8 @@ def build(original: type, runtime: Runtime) -> type:
                 except Exception as error:
                     runtime.fault("storing a prefix", error)
                     return
+                if runtime.ranks is not None:
+                    return  # upstream would find it by each rank's own memory, and agree with nobody
             super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
 
         def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
