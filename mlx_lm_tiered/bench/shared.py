@@ -38,7 +38,7 @@ def run(model: Path, prefix_tokens: int, repeats: int, max_tokens: int = 16, url
             cold = []
             for i, chat in enumerate(chats):
                 cold.append(ask(a, f"cold, {i + 1} of {repeats}", chat, max_tokens))
-                _uploaded(a, i + 1)
+            _uploaded(a)
             uploading = a.stats()["shared"]
         with _started(model, Path(scratch), "b", store) as b:
             second = [ask(b, f"on the second machine, {i + 1} of {repeats}", chat, max_tokens) for i, chat in enumerate(chats)]
@@ -100,11 +100,11 @@ def _started(model: Path, scratch: Path, name: str, store: Store) -> Server:
     return server
 
 
-def _uploaded(server: Server, entries: int) -> None:
-    """Wait until so many are in the store. Raises ServerFailed."""
+def _uploaded(server: Server) -> None:
+    """Wait until all is on disk, and then in the store. Raises ServerFailed."""
     end = time.monotonic() + UPLOADED_IN
     with Progress("uploading"):
-        while (shared := server.stats()["shared"])["uploads"] < entries or shared["pending"]:
+        while server.flush()[0] != 200 or server.stats()["shared"]["pending"]:
             if time.monotonic() > end:
-                raise ServerFailed(f"entries were not uploaded in {UPLOADED_IN:g} s: {shared}\n{server.log()[-2000:]}")
+                raise ServerFailed(f"entries were not uploaded in {UPLOADED_IN:g} s: {server.stats()['shared']}\n{server.log()[-2000:]}")
             time.sleep(0.05)

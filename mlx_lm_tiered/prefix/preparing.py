@@ -11,6 +11,10 @@ from ..cold.catalog import ColdEntry
 from ..cold.restoring import Restorer
 from .ssd import Fetch, SsdTier
 
+# A store nearby says in so many seconds that it has nothing. A request that is held back is
+# looked at every 0.5 s while others decode, so it is worth standing still for that answer.
+AT_ONCE = 0.01
+
 
 class Preparation(Ahead):
     """The contract's `Preparation`: one request's restore in the background. Generation thread only.
@@ -37,6 +41,8 @@ class Preparation(Ahead):
         if not self._asked:
             self._asked = True
             self._fetch = self._ssd.fetch(self.source, self._tokens, self.key, self._longer_than)
+            if self._fetch is not None:
+                self._fetch.wait(AT_ONCE)
         if self._fetch is not None and self._fetch.over():
             self._ssd.fetched(self.source, self.key, self._fetch)
             self._fetch = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -41,8 +42,8 @@ class Fetch(Protocol):
     def over(self) -> bool:
         """Whether it came, or is not to be waited for any longer."""
 
-    def wait(self) -> None:
-        """Until it is over, which is soon."""
+    def wait(self, most: float = math.inf) -> None:
+        """Until it is over, which is soon, but no longer than so many seconds."""
 
     def cancel(self) -> None:
         """Nobody waits for it any more."""

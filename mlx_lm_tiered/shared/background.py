@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from weakref import WeakSet
+from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 from ..checkpoints.pace import lower_priority
 from ..cold.catalog import Catalog, ColdEntry
@@ -27,6 +29,7 @@ EVERY = 0.5  # seconds between two looks for something to do
 DAY = 24 * 3600.0
 CLEAN_FIRST = 60.0  # seconds from the start to the first look whether the day's cleaning is due, and between two looks
 CLEAN_EVERY = 3600.0
+LOOK_EVERY = 3600.0  # seconds between two looks for what was used on this machine
 MANY = 10_000  # uses that are remembered
 
 
@@ -56,14 +59,14 @@ class Background:
         self._cleaning = cleaning
         self._pushing = Pushing(objects, lookup, self._go)
         self._free_at = 0.0  # when the bandwidth allows the next bytes
-        self._settled: WeakSet[ColdEntry] = WeakSet()  # need not be uploaded (any more)
+        self._settled: WeakKeyDictionary[ColdEntry, str] = WeakKeyDictionary()  # those that need not be uploaded (any more): NAME in the store that stands for them
         self._anew: set[bytes] = set()  # tokens whose entry in the store cannot be had
         self._uses: deque[tuple[Names, str]] = deque(maxlen=MANY)
         self._used: dict[str, float] = {}  # uses that were noted today, by place
         self._clean_at = time.monotonic() + CLEAN_FIRST
+        self._look_at = time.monotonic() + LOOK_EVERY
         self._log = Bounded()
         self._seen = -1
-        self.pending = 0
         self.counts = {"uploads": 0, "uploads_there": 0, "uploads_failed": 0, "uses": 0}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mlx-lm-tiered-upload", daemon=True)
@@ -71,7 +74,7 @@ class Background:
 
     def came(self, entry: ColdEntry, names: Names, name: str) -> None:
         """Note an entry that was fetched: it need not be uploaded, and was used."""
-        self._settled.add(entry)
+        self._settled[entry] = name
         self.use(names, name)
 
     def use(self, names: Names, name: str) -> None:
@@ -81,6 +84,10 @@ class Background:
     def lost(self, key: bytes) -> None:
         """The store's entry of these tokens is incomplete: ours is to take its place, when there is one."""
         self._anew.add(key)
+
+    def waiting(self) -> list[ColdEntry]:
+        """The entries that are to be uploaded yet. Any thread."""
+        return [entry for entry in self._catalog.tips(LEAST_TOKENS) if entry not in self._settled]
 
     def close(self, timeout: float = 10.0) -> None:
         """End soon. What is half uploaded is not found by anybody, and goes on at the next start."""
@@ -95,8 +102,8 @@ class Background:
             if self._breaker.open or (self._busy() and not self._always):
                 continue
             try:
-                self._work()
-                self._breaker.worked()
+                if self._work():
+                    self._breaker.worked()
             except StoreFailed as error:
                 self._breaker.failed(error, error.denied)
             except Cancelled:
@@ -105,11 +112,16 @@ class Background:
                 logger.warning("shared cache: uploading failed (%s: %s)", type(error).__name__, error)
                 self._breaker.failed(error, denied=True)
 
-    def _work(self) -> None:
+    def _work(self) -> bool:
+        """Do what there is to do. Whether the store was needed for it. Raises StoreFailed."""
+        asked = self._objects.counts()
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_EVERY
+            self._look_for_uses()
         while self._uses:
             self._note_use(*self._uses[0])
             self._uses.popleft()
-        if self._catalog.added != self._seen or self.pending:
+        if self._catalog.added != self._seen:
             self._upload()
         if time.monotonic() >= self._clean_at:
             self._clean_at = time.monotonic() + CLEAN_EVERY
@@ -117,12 +129,11 @@ class Background:
                 self._cleaning.daily()
             except StoreFailed as error:  # a store that cannot list takes uploads all the same
                 self._log.warn("clean", "shared cache: old entries cannot be deleted (%s)", error, limit=1)
+        return self._objects.counts() != asked
 
     def _upload(self) -> None:
-        self._seen = self._catalog.added
-        waiting = [entry for entry in self._catalog.tips(LEAST_TOKENS) if entry not in self._settled]
-        self.pending = len(waiting)
-        for entry in sorted(waiting, key=lambda entry: -entry.length):
+        seen = self._catalog.added
+        for entry in sorted(self.waiting(), key=lambda entry: -entry.length):
             names = Names(self._team, entry.fingerprint)
             try:
                 pushed = self._pushing.push(names, entry, anew=entry.key in self._anew)
@@ -131,8 +142,17 @@ class Background:
             except (BadEntry, OSError) as error:  # the file is gone or damaged: it is not the store's fault
                 logger.debug("shared cache: %s is not uploaded: %s", entry.path.name, error)
                 self.counts["uploads_failed"] += 1
-            self._settled.add(entry)
-            self.pending -= 1
+                self._settled[entry] = ""
+            else:
+                self._settled[entry] = names.entry(entry.key)
+        self._seen = seen  # when the store failed there is something left
+
+    def _look_for_uses(self) -> None:
+        """What is in the store and was used here lately is used, though nobody asked the store for it."""
+        for entry, name in list(self._settled.items()):
+            with suppress(OSError):
+                if name and time.time() - os.stat(entry.path).st_mtime < LOOK_EVERY:
+                    self.use(Names(self._team, entry.fingerprint), name)
 
     def _note_use(self, names: Names, name: str) -> None:
         place = names.place(USES, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -65,10 +66,11 @@ class Fetch:
             self.cancel()
         return self._cancelled or self._ended.is_set()
 
-    def wait(self) -> None:
-        """Until it is over."""
-        while not self.over():
-            self._ended.wait(max(0.0, min(POLL, self._until - time.monotonic())))
+    def wait(self, most: float = math.inf) -> None:
+        """Until it is over, but no longer than so many seconds."""
+        until = time.monotonic() + most
+        while not self.over() and (left := until - time.monotonic()) > 0:
+            self._ended.wait(min(POLL, left))
 
     def cancel(self) -> None:
         """Nobody waits for it any more."""
@@ -149,7 +151,7 @@ class SharedTier:
             "write": self._write,
             **counts,
             **(background.counts if background is not None else dict.fromkeys(("uploads", "uploads_there", "uploads_failed", "uses"), 0)),
-            "pending": background.pending if background is not None else 0,
+            "pending": len(background.waiting()) if background is not None else 0,
             "reading": not self._reads.open,
             "writing": background is not None and not self._writes.open,
             "outages": self._reads.opened + self._writes.opened,

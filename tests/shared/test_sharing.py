@@ -141,3 +141,16 @@ def test_rungs_are_those_of_the_documentation():
     assert LENGTHS[:6] == (256, 320, 400, 500, 625, 781)
     assert [length for length, _ in NAMES.rungs(token_key(range(4000)))] == [length for length in LENGTHS if length <= 4000]
     assert len([length for length in LENGTHS if length <= 4000]) == 13
+
+
+def test_a_use_of_what_is_here_counts_in_the_store(machine, objects):
+    """A popular entry is on every machine's SSD, and nobody asks the store for it."""
+    a = machine("a", shared_cache_write="idle")
+    conversation(a.cold, 900)
+    until(lambda: a.shared.stats()["uploads"] == 1)
+    background = a.shared._background
+    place = NAMES.place("uses", NAMES.entry(KEY))
+    assert objects.when(place) is None and a.shared.stats()["pending"] == 0
+    background._look_at = 0.0
+    until(lambda: objects.when(place) is not None)
+    assert a.shared.stats()["uses"] == 1
