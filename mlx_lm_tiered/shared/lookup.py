@@ -67,7 +67,8 @@ class Lookup:
         low, high = 0, len(rungs)  # the rung at `low` is there, the one at `high` is not
         while high - low > 1:
             ask = sorted({low + (high - low) * way // WAYS for way in range(1, WAYS)} - {low})
-            for at, found in zip(ask, self._executor.map(lambda at: self.rung(names, *rungs[at], stop), ask), strict=True):
+            answers = list(self._executor.map(lambda at: self.rung(names, *rungs[at], stop), ask))
+            for at, found in zip(ask, answers, strict=True):
                 if found.length:
                     low, best = at, found
                 else:
