@@ -27,6 +27,7 @@ class Proxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # header and body are two writes
 
             def handle_one_request(self) -> None:
                 try:

@@ -9,6 +9,7 @@ went name another entry that begins with the same tokens, as long as there is on
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -18,6 +19,9 @@ from .lookup import read_manifest, written_rung
 from .manifest import Manifest
 from .names import ENTRIES, FOLDERS, PIECES, RUNGS, USES, Names, Team
 from .objects import Damaged, Listed, Objects, persistent
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 logger = logging.getLogger("mlx_lm_tiered")
 
@@ -78,8 +82,8 @@ class Cleaning:
 
     def clean(self, dry_run: bool = False) -> Cleaned:
         """Delete what is old or too much. Raises StoreFailed."""
-        folders = [f"{self._team.folder}/{name}" for name in self._objects.folders(self._team.folder)]
-        there = {folder: {kind: list(self._objects.files(f"{folder}/{kind}")) for kind in FOLDERS} for folder in folders}
+        folders = [f"{self._team.folder}/{name}" for name in self._objects.folders(self._team.folder) if _DIGEST.fullmatch(name)]
+        there = {folder: {kind: self._ours(folder, kind) for kind in FOLDERS} for folder in folders}
         entries = [entry for folder in folders for entry in self._entries(folder, there[folder])]
         pieces = {(folder, piece.name): piece for folder in folders for piece in there[folder][PIECES]}
         kept, gone = self._choose(entries, {place: piece.size for place, piece in pieces.items()})
@@ -92,6 +96,11 @@ class Cleaning:
             self._delete(there, kept, gone, unused)
         total = sum(one.size for found in there.values() for kind in FOLDERS for one in found[kind])
         return Cleaned(len(entries), total, len(gone), sum(pieces[place].size for place in unused))
+
+    def _ours(self, folder: str, kind: str) -> list[Listed]:
+        """The objects of a folder that are named as ours are. What else is there, or where a link in a shared directory leads, stays."""
+        named = _SHA256 if kind == PIECES else _DIGEST
+        return [one for one in self._objects.files(f"{folder}/{kind}") if named.fullmatch(one.name)]
 
     def _entries(self, folder: str, found: dict[str, list[Listed]]) -> Iterator[_Entry]:
         uses = {use.name: use.when for use in found[USES]}

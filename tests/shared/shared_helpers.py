@@ -33,7 +33,8 @@ class Machine:
         assert self.cold.wait_scanned(30)
         self.rates = Rates()
         chosen = Settings(shared_cache="memory:", shared_cache_team=team, **{"shared_cache_write": "off", "ssd_restore": "always", **settings})
-        self.shared = SharedTier(chosen, self.cold, self.rates, lambda: False, lambda: False, lambda: None, objects)
+        self.busy = False
+        self.shared = SharedTier(chosen, self.cold, self.rates, lambda: self.busy, lambda: False, lambda: None, objects)
 
     def ask(self, tokens: list[int], have: int = 0) -> Fetch | None:
         """One request's fetch, once it is over."""

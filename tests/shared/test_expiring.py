@@ -82,6 +82,14 @@ def test_an_upload_that_goes_on_is_left_alone(two):
     assert cleaning(two, in_days=2).clean().gone_bytes == 22 and f"pieces/{'ab' * 32}" not in everything(two)
 
 
+def test_what_is_not_named_as_ours_is_stays(two):
+    others = [NAMES.place("pieces", "holiday.jpg"), NAMES.place("uses", "README"), f"{NAMES.team.folder}/photos/pieces/{'ab' * 32}"]
+    for name in others:
+        two.put(name, b"somebody's")
+    assert cleaning(two, max_bytes=1, in_days=40).clean().gone == 2
+    assert [two.get(name, 20) for name in others] == [b"somebody's"] * 3
+
+
 def test_one_machine_a_day_cleans(two, machine):
     for days, lists in ((0, True), (0.5, False), (1.5, True)):
         before = two.counts()["list"]

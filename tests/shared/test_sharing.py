@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from cold_helpers import FINGERPRINT, grown, restore, same
@@ -154,3 +156,19 @@ def test_a_use_of_what_is_here_counts_in_the_store(machine, objects):
     background._look_at = 0.0
     until(lambda: objects.when(place) is not None)
     assert a.shared.stats()["uses"] == 1
+
+
+def test_uploads_wait_while_requests_run_and_keep_to_their_bandwidth(machine, objects):
+    a = machine("a", shared_cache_write="idle", shared_cache_bandwidth=400_000)
+    a.busy = True
+    conversation(a.cold, 900)
+    eager = machine("eager", shared_cache_write="always", team="another key")
+    eager.busy = True
+    conversation(eager.cold, 900)
+    until(lambda: eager.shared.stats()["uploads"] == 1)
+    assert a.shared.stats()["uploads"] == 0 and a.shared.stats()["pending"] == 1
+    started = time.monotonic()
+    a.busy = False
+    until(lambda: a.shared.stats()["uploads"] == 1)
+    size = entry_of(a.cold, TOKENS).nbytes
+    assert size > 200_000 and time.monotonic() - started > size / 400_000, "its manifest has to wait until the piece is paid for"
