@@ -60,7 +60,6 @@ class Background:
         self._pushing = Pushing(objects, lookup, self._go)
         self._free_at = 0.0  # when the bandwidth allows the next bytes
         self._settled: WeakKeyDictionary[ColdEntry, str] = WeakKeyDictionary()  # those that need not be uploaded (any more): NAME in the store that stands for them
-        self._anew: set[bytes] = set()  # tokens whose entry in the store cannot be had
         self._uses: deque[tuple[Names, str]] = deque(maxlen=MANY)
         self._used: dict[str, float] = {}  # uses that were noted today, by place
         self._clean_at = time.monotonic() + CLEAN_FIRST
@@ -81,9 +80,9 @@ class Background:
         """Have an entry's use noted in the store, once a day."""
         self._uses.append((names, name))
 
-    def lost(self, key: bytes) -> None:
-        """The store's entry of these tokens is incomplete: ours is to take its place, when there is one."""
-        self._anew.add(key)
+    def lost(self, name: str) -> None:
+        """An entry in the store is incomplete: the next one that begins like it is to take its place."""
+        self._pushing.broken.add(name)
 
     def waiting(self) -> list[ColdEntry]:
         """The entries that are to be uploaded yet. Any thread."""
@@ -136,8 +135,7 @@ class Background:
         for entry in sorted(self.waiting(), key=lambda entry: -entry.length):
             names = Names(self._team, entry.fingerprint)
             try:
-                pushed = self._pushing.push(names, entry, anew=entry.key in self._anew)
-                self._anew.discard(entry.key)
+                pushed = self._pushing.push(names, entry)
                 self.counts["uploads" if pushed.outcome == "uploaded" else "uploads_there"] += 1
             except (BadEntry, OSError) as error:  # the file is gone or damaged: it is not the store's fault
                 logger.debug("shared cache: %s is not uploaded: %s", entry.path.name, error)

@@ -38,11 +38,13 @@ class Pushing:
         self._go = go
         self._lock = threading.Lock()
         self._there: OrderedDict[str, None] = OrderedDict()  # pieces that were seen in the store
+        self.broken: set[str] = set()  # NAMEs of entries that are there and cannot be had
 
     def push(self, names: Names, entry: ColdEntry, *, anew: bool = False, dry_run: bool = False) -> Pushed:
         """Upload an entry with what it continues; `anew` also when there is one of these tokens. Raises StoreFailed, Cancelled, BadEntry, OSError."""
         key = entry.key
         name = names.entry(key)
+        anew = anew or name in self.broken
         if not anew and persistent(lambda: self._objects.when(names.place(ENTRIES, name))) is not None:
             return Pushed("there")
         links, sent = [], 0
@@ -55,6 +57,7 @@ class Pushing:
             self._send(names.place(ENTRIES, name), manifest)
             self._rungs(names, key, name)
             self._lookup.forget_absent()
+            self.broken.discard(name)
         return Pushed("uploaded", sent)
 
     def _link(self, names: Names, one: ColdEntry, anew: bool, dry_run: bool) -> tuple[Link, int]:
@@ -77,9 +80,9 @@ class Pushing:
         return Link(one.path.name, one.checksum, one.start, one.length, one.nbytes, one.cuttable, one.minimum_reusable, tuple(pieces)), sent
 
     def _rungs(self, names: Names, key: bytes, name: str) -> None:
-        """Write the rungs that are not there, or name an entry that is gone."""
+        """Write the rungs that are not there; all of them when they lead to an entry that is gone, or cannot be had."""
         reached = self._lookup.reach(names, key, 0, len(key) // WIDTH, fresh=True)
-        lost = reached.length and persistent(lambda: self._objects.when(names.place(ENTRIES, reached.name))) is None
+        lost = reached.name in self.broken or reached.length and persistent(lambda: self._objects.when(names.place(ENTRIES, reached.name))) is None
         for _, digest in names.rungs(key, 0 if lost else reached.length):
             self._send(names.place(RUNGS, digest), written_rung(names.team, name))
 

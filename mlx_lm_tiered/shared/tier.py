@@ -215,7 +215,7 @@ class SharedTier:
             chain = self._fetching.fetch(names, manifest, files, fetch.progress)
         except Gone:
             if self._background is not None:
-                self._background.lost(manifest.key)
+                self._background.lost(reached.name)
             raise
         finally:
             # Also of what came too late: the next decision is to know.

@@ -56,13 +56,14 @@ def test_a_piece_that_is_not_what_its_name_says_is_not_used(filled, machine, cha
     assert kept is not None and same(kept, grown(400)), "the file before it is sound"
 
 
-def test_a_lost_piece_is_healed_by_the_next_upload(filled, machine):
+@pytest.mark.parametrize("tokens", [TOKENS, [*TOKENS[:700], *range(2000, 2200)]], ids=["same", "beginning"])
+def test_a_lost_piece_is_healed_by_the_next_upload(filled, machine, tokens):
     filled.delete(NAMES.place("pieces", manifest(filled).links[-1].pieces[0]))
     b = machine("b", shared_cache_write="idle")
     assert b.outcome(PROMPT) == "refused"
-    conversation(b.cold, 900)
+    conversation(b.cold, 900, tokens=tokens)
     until(lambda: b.shared.stats()["uploads"] == 1)
-    assert machine("c").outcome(PROMPT) == "fetched"
+    assert machine("c").outcome([*tokens, 5]) == "fetched"
 
 
 @pytest.mark.parametrize("where", range(0, 1000, 83))

@@ -63,6 +63,8 @@ def test_a_second_machine_answers_with_what_the_first_has_computed(real, tiny_mo
         assert stats["hits_by_tier"]["shared"] == stats["shared"]["fetched"] == 3 and stats["shared"]["requests"]["put"] == 0
         assert all(answer.cached_tokens == answer.prompt_tokens - 1 for answer in second)
         assert "from the shared store" in b.log()
+        assert b"Shared store" in b.request("GET", "/tiered")[1]
+        assert b'mlx_lm_shared_cache_lookups_total{result="fetched"} 3.0' in b.request("GET", "/metrics")[1]
         real.proxy.share = 0.2
         second += [ask(b, text) for text in texts[3:]]
         assert [answer.tokens for answer in second] == [answer.tokens for answer in first]
