@@ -19,7 +19,7 @@ from .speculation.choose import Drafting
 logger = logging.getLogger("mlx_lm_tiered")
 
 ANSWER = 2.0  # seconds that /stats waits for the others
-GRACE = 5.0  # seconds that a rank may take to say what it has done, beyond the time that it had for it
+GRACE = 1.0  # of the seconds that something may take, those for the ranks to say what they have done
 
 
 def adapt(settings: Settings, scheme: Spec, drafting: Drafting, invocation: Invocation) -> Settings:
@@ -34,7 +34,8 @@ def adapt(settings: Settings, scheme: Spec, drafting: Drafting, invocation: Invo
         "--generation-checkpoint": settings.generation_checkpoint > 0,
         "--shared-cache": settings.shared_cache is not None,
         "--memory-budget": bool(settings.memory_budget),
-        "--kv-scheme": not scheme.plain and ranks.sharding == "pipeline",
+        # Shown by a test for affine KV under tensor sharding, and for no other.
+        f"--kv-scheme {scheme}": not scheme.plain and (ranks.sharding == "pipeline" or scheme.affine is None),
     }
     for flag, asked in refused.items():
         if asked:
@@ -74,7 +75,7 @@ class Company:
         """A flush's or drain's report over all ranks."""
         until = time.monotonic() + timeout
         try:
-            reports = self.all(name, timeout, timeout + GRACE)
+            reports = self.all(name, max(0.0, timeout - GRACE), max(timeout, GRACE))
         except (TimeoutError, RuntimeError) as error:
             if not self._ranks.complete:
                 return self._work[name](max(0.0, until - time.monotonic()))

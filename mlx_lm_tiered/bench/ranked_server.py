@@ -15,6 +15,8 @@ from pathlib import Path
 
 from .server import LOG_TAIL, STOCK, Server, ServerFailed
 
+# It looks without a pause whether it can write to its processes, until one of them reads no more. (mlx 0.32.4; it takes half a core.)
+DEAF = ("sh", "-c", 'exec "$@" </dev/null', "sh")
 # The program `mlx.launch`, which need not be on the path.
 LAUNCH = (sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()")
 
@@ -32,7 +34,7 @@ class RankedServer(Server):
             launch += ["--starting-port", str(_ports(ranks))]
         self._pids: dict[int, int] = {}
         # Its input stays open: at its end the launcher would read it again and again.
-        super().__init__(model, log, flags, env=env, command=[*launch, "--", *STOCK], wait=wait, stdin=subprocess.PIPE)
+        super().__init__(model, log, flags, env=env, command=[*launch, "--", *DEAF, *STOCK], wait=wait, stdin=subprocess.PIPE)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -53,6 +55,9 @@ class RankedServer(Server):
         deadline = time.monotonic() + timeout
         while len(self.pids) < self.ranks and time.monotonic() < deadline:
             time.sleep(0.01)
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
         return seconds
 
     def signal(self, number: int, rank: int | None = 0) -> None:

@@ -15,11 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_lm_tiered import openblas
 
 from .client import Client
+
+if TYPE_CHECKING:
+    from typing import Self
 
 STOCK = (sys.executable, "-m", "mlx_lm", "server")
 LOG_TAIL = 3000
@@ -112,7 +115,7 @@ class Server(Client):
                 self.kill()
                 raise
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:

@@ -49,6 +49,7 @@ class Traffic:
         self.replies: list[Reply] = []  # in the order of their ends
         self.sent = 0, 0  # requests, those that were given up too, and the characters that were new in them
         self.given_up = 0
+        self.conversations = 0
         self.failures: list[str] = []
         self.quiet = threading.Event()  # clients wait before their next request
         self.ended = threading.Event()  # nothing that goes wrong from now on is the server's fault
@@ -103,6 +104,7 @@ class Traffic:
         if not messages or len(messages) >= 2 * self._turns or draw.random() < 0.15:
             with self._lock:
                 number = next(self._talks)
+                self.conversations += 1
             messages = [{"role": "system", "content": draw.choice(self._systems)}]
             return [*messages, {"role": "user", "content": f"{number}: {self._question(draw)}"}]
         return [*messages, {"role": "user", "content": self._question(draw)}]

@@ -1,4 +1,4 @@
-"""``mlx_lm.tiered bench kills``, ``bench soak``, ``bench exhaustion`` and ``bench stops``: what holds over hundreds of kills, thousands of requests and of places to stop at."""
+"""``mlx_lm.tiered bench kills``, ``bench soak``, ``bench ranks``, ``bench exhaustion`` and ``bench stops``: what holds over hundreds of kills, thousands of requests and of places to stop at."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .terminal import count, model
 
 
 def add_parsers(benches: Any) -> None:
-    """The four, each with its flags."""
+    """The five, each with its flags."""
     kills = benches.add_parser("kills", help="what a busy server's directory holds after SIGKILLs at random moments")
     count(kills, "--count", 200, "kills")
     kills.set_defaults(run=run_kills)
@@ -30,7 +30,12 @@ def add_parsers(benches: Any) -> None:
     count(exhaustion, "--requests", 200, "requests, of several clients")
     count(exhaustion, "--room", 20, "requests that the pool has room for")
     exhaustion.set_defaults(run=run_exhaustion)
-    for parser in (kills, soak, exhaustion):
+    ranks = benches.add_parser("ranks", help="what two ranks of a server say and leave when they are restarted and killed, beside two of mlx-lm alone")
+    count(ranks, "--rounds", 10, "starts")
+    ranks.add_argument("--sharding", choices=("tensor", "pipeline"), default="tensor", help="how the model is divided (default: tensor)")
+    count(ranks, "--prefix-characters", 4000, "length of the prompt whose restore is measured")
+    ranks.set_defaults(run=run_ranks)
+    for parser in (kills, soak, exhaustion, ranks):
         parser.add_argument("--model", metavar="DIR", help="directory or hub name of a model (default: a small one of random weights)")
         parser.add_argument("--seed", type=int, default=0, help="another one gives other conversations (default: 0)")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
@@ -58,6 +63,16 @@ def run_exhaustion(args: argparse.Namespace) -> int:
     from .bench import run_measurement
 
     return run_measurement(args, lambda: exhaustion.run(_model(args), args.requests, args.room, args.seed), lambda result: result["faults"][:5])
+
+
+def run_ranks(args: argparse.Namespace) -> int:
+    from .. import openblas
+
+    openblas.load()
+    from ..bench import ranks
+    from .bench import run_measurement
+
+    return run_measurement(args, lambda: ranks.run(_model(args), args.rounds, args.seed, args.sharding, args.prefix_characters), lambda result: result["faults"][:5])
 
 
 def run_stops(args: argparse.Namespace) -> int:
