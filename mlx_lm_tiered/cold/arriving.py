@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,22 @@ class Arriving:
         entry = self._catalog.at(self._directory.root / "v1" / fingerprint / file)
         return entry if entry is not None and entry.checksum == checksum and inode(entry.path) == entry.inode else None
 
+    def adopt(self, fingerprint: str, file: str, checksum: str, parent: ColdEntry | None) -> ColdEntry | None:
+        """The entry of a file that another process put here; None when there is none. Raises FileExistsError when it is another one, OSError."""
+        path = self._directory.root / "v1" / fingerprint / file
+        if not os.path.lexists(path):
+            return None
+        try:
+            entry = read_segment(path).entry(parent)
+        except BadEntry:
+            entry = None
+        if entry is None or (entry.checksum, entry.fingerprint) != (checksum, fingerprint):
+            raise FileExistsError(errno.EEXIST, "Another file of its name is here", str(path))
+        with self._directory.locked():
+            if inode(path) == entry.inode:
+                self._catalog.add(entry)
+        return self.there(fingerprint, file, checksum)
+
     def begin(self, size: int, chain: Sequence[ColdEntry]) -> Partial:
         """A new file of so many bytes, which goes on from `chain`. Makes room. Raises DirectoryFull, OSError."""
         self._directory.prepare()
@@ -68,7 +85,7 @@ class Arriving:
         return Partial(path, fd, size)
 
     def finish(self, partial: Partial, fingerprint: str, file: str, checksum: str, parent: ColdEntry | None) -> ColdEntry:
-        """Check the file and put it in place; when there is another of its name, that stays. Raises BadEntry, OSError."""
+        """Check the file and put it in place; when there is another of its name, that stays. Raises BadEntry, FileExistsError, OSError."""
         with open_file(partial.path) as reader:
             if (reader.header.checksum, reader.header.meta.fingerprint) != (checksum, fingerprint):
                 raise BadEntry("It is another file than was to come.")
@@ -82,11 +99,11 @@ class Arriving:
         os.utime(partial.fd, ns=(now, now))
         with self._directory.locked():
             if parent is not None and inode(parent.path) != parent.inode:
-                raise BadEntry("What it continues went meanwhile.")
+                raise FileNotFoundError(errno.ENOENT, "What it continues went meanwhile", str(parent.path))
             if (there := self._catalog.at(entry.path)) is not None and inode(there.path) == there.inode:
                 return there
-            if os.path.lexists(entry.path):
-                raise BadEntry("There is another file of its name.")
+            if (there := self.adopt(fingerprint, file, checksum, parent)) is not None:
+                return there
             self._directory.publish(partial.path, entry.path)
             if not self._catalog.add(entry):
                 entry.path.unlink(missing_ok=True)

@@ -80,15 +80,11 @@ class Background:
         """Have an entry's use noted in the store, once a day."""
         self._uses.append((names, name))
 
-    def lost(self, name: str) -> None:
-        """An entry in the store is incomplete: the next one that begins like it is to take its place."""
-        self._pushing.broken.add(name)
-
     def waiting(self) -> list[ColdEntry]:
         """The entries that are to be uploaded yet. Any thread."""
         return [entry for entry in self._catalog.tips(LEAST_TOKENS) if entry not in self._settled]
 
-    def close(self, timeout: float = 10.0) -> None:
+    def close(self, timeout: float = 2.0) -> None:
         """End soon. What is half uploaded is not found by anybody, and goes on at the next start."""
         self._closing.set()
         self._thread.join(timeout)
@@ -125,7 +121,7 @@ class Background:
         if time.monotonic() >= self._clean_at:
             self._clean_at = time.monotonic() + CLEAN_EVERY
             try:
-                self._cleaning.daily()
+                self._cleaning.daily(self._closing.is_set)
             except StoreFailed as error:  # a store that cannot list takes uploads all the same
                 self._log.warn("clean", "shared cache: old entries cannot be deleted (%s)", error, limit=1)
         return self._objects.counts() != asked
@@ -147,18 +143,21 @@ class Background:
 
     def _look_for_uses(self) -> None:
         """What is in the store and was used here lately is used, though nobody asked the store for it."""
-        for entry, name in list(self._settled.items()):
+        for ref in self._settled.keyrefs():  # a copy, which fetches do not change meanwhile
+            entry = ref()
+            name = self._settled.get(entry) if entry is not None else None
             with suppress(OSError):
-                if name and time.time() - os.stat(entry.path).st_mtime < LOOK_EVERY:
+                if entry is not None and name and time.time() - os.stat(entry.path).st_mtime < LOOK_EVERY:
                     self.use(Names(self._team, entry.fingerprint), name)
 
     def _note_use(self, names: Names, name: str) -> None:
         place = names.place(USES, name)
-        now = time.time()
-        if now - self._used.get(place, 0.0) < DAY:
+        now = time.monotonic()
+        if now - self._used.get(place, -DAY) < DAY:
             return
         last = self._objects.when(place)
-        if last is None or now - last > DAY:
+        # Also one from the future: a clock was set back.
+        if last is None or abs(time.time() - last) > DAY:
             self._objects.put(place, b"")
             self.counts["uses"] += 1
         if len(self._used) >= MANY:

@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 
 from ..cold.arriving import Arriving, Partial
@@ -60,7 +60,8 @@ class Fetching:
         """The entries of the first `count` files, here now. Raises Gone, Cancelled, BadEntry, StoreFailed, DirectoryFull, OSError."""
         chain: list[ColdEntry] = []
         for link in manifest.links[:count]:
-            chain.append(self._here(manifest, link) or self._once(names, link, chain, progress))
+            here = self._here(manifest, link) or self._arriving.adopt(names.fingerprint, link.file, link.checksum, chain[-1] if chain else None)
+            chain.append(here or self._once(names, link, chain, progress))
         return chain
 
     def _here(self, manifest: Manifest, link: Link) -> ColdEntry | None:
@@ -69,27 +70,34 @@ class Fetching:
     def _once(self, names: Names, link: Link, chain: Sequence[ColdEntry], progress: Progress) -> ColdEntry:
         """One file, by whoever comes first; others that want it wait for that one."""
         place = names.fingerprint, link.file
-        with self._lock:
-            coming = self._coming.get(place)
-            if coming is None:
-                ours = self._coming[place] = Future()
-        if coming is not None:
-            while not progress.stop():
-                try:
-                    return coming.result(0.05)
-                except TimeoutError:
-                    continue
-            raise Cancelled
+        while True:
+            with self._lock:
+                coming = self._coming.get(place)
+                if coming is None:
+                    ours = self._coming[place] = Future()
+                    break
+            while not wait([coming], 0.05).done:
+                if progress.stop():
+                    raise Cancelled
+            try:
+                return coming.result()
+            except Cancelled:  # who fetched it does not wait any more, but we do
+                if progress.stop():
+                    raise
         try:
             entry = self._file(names, link, chain, progress)
-            ours.set_result(entry)
-            return entry
         except BaseException as error:
+            self._came(place)
             ours.set_exception(error if isinstance(error, Exception) else Cancelled())
             raise
-        finally:
-            with self._lock:
-                del self._coming[place]
+        self._came(place)
+        ours.set_result(entry)
+        return entry
+
+    def _came(self, place: tuple[str, str]) -> None:
+        """Before those that wait know: whoever fetches it again is not to meet it."""
+        with self._lock:
+            del self._coming[place]
 
     def _file(self, names: Names, link: Link, chain: Sequence[ColdEntry], progress: Progress) -> ColdEntry:
         partial = self._arriving.begin(link.nbytes, chain)

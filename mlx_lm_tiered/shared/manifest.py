@@ -25,6 +25,7 @@ FORMAT = "mlx-lm-tiered-shared"
 VERSION = 1
 PIECE = 16 << 20  # bytes of a piece, except the last one of a file
 MOST = 32 << 20  # bytes of a manifest: some million tokens
+MOST_HEAD = 4 << 20  # bytes of its JSON, which takes many times that when it is read; some terabyte in pieces
 MOST_BYTES = 1 << 44  # of a file
 
 _FILE = re.compile(r"([0-9a-f]{32})(?:-([0-9a-f]{32}))?\.safetensors")
@@ -99,6 +100,8 @@ def parse(data: bytes, team: Team, folder: str, name: str) -> Manifest:
     if signed is None:
         raise BadEntry("It is not signed with the team's key.")
     line, _, packed = signed.partition(b"\n")
+    if len(line) > MOST_HEAD:
+        raise BadEntry("Its chain is described at too great a length.")
     try:
         head: Any = json.loads(line)
     except (ValueError, RecursionError):

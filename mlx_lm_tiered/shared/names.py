@@ -28,7 +28,7 @@ class Team:
     """The namespace of those who share a key. `secret` is any text, the empty one for a store without teams."""
 
     def __init__(self, secret: str = ""):
-        self._key = hashlib.blake2b(secret.encode(), digest_size=32, person=b"mlx-lm-tiered").digest()
+        self._key = hashlib.blake2b(secret.encode(errors="surrogateescape"), digest_size=32, person=b"mlx-lm-tiered").digest()
         self.folder = f"{VERSION}/{self.digest('team', b'')}"
         self.cleaned = f"{self.folder}/cleaned"
 

@@ -24,7 +24,7 @@ STALLED = "5s"  # without a byte
 WHOLE = "120s"  # one object
 RETRIES = 0  # of obstore's own: what a reply holds is judged here, and so it is here that it is asked for again
 BACKOFF = 0.05  # seconds before the second attempt, twice as long before the third
-CHUNK = 1 << 20
+CHUNK = 1  # byte at least that a reader gets at once: what comes, as it comes, so that it is stopped at a trickle, too
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ATTEMPTS = 3  # at a reply that was cut off, or is not what was written
 
@@ -75,6 +75,11 @@ class Objects:
         self._store: Any = store
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._closed = False
+
+    def close(self) -> None:
+        """End what is being read with StoreFailed: nobody waits for it any more."""
+        self._closed = True
 
     def get(self, name: str, most: int) -> bytes | None:
         """An object's bytes; None when there is none. One of more than `most` bytes is refused before it is read."""
@@ -89,11 +94,13 @@ class Objects:
         try:
             result = self._obstore.get(self._store, name)
             if result.meta["size"] > most:
-                raise StoreFailed(f"an object has {result.meta['size']:,} bytes where there can be no more than {most:,}")
+                raise Damaged(f"an object has {result.meta['size']:,} bytes where there can be no more than {most:,}")
             for chunk in result.stream(min_chunk_size=CHUNK):
+                if self._closed:
+                    raise StoreFailed("nobody waits for it any more", denied=True)
                 size += len(chunk)
                 if size > most:
-                    raise StoreFailed(f"an object has more than {most:,} bytes")
+                    raise Damaged(f"an object has more than {most:,} bytes")
                 taking = True
                 take(memoryview(chunk))
                 taking = False
@@ -168,8 +175,13 @@ class Objects:
     def _failure(self, error: Exception) -> StoreFailed:
         if isinstance(error, StoreFailed):
             return error
-        # The first line has no headers, and so no credentials, in it.
-        return StoreFailed((str(error).splitlines() or [type(error).__name__])[0][:200], isinstance(error, self._denied))
+        return StoreFailed(_first_line(error), isinstance(error, self._denied))
+
+
+def _first_line(error: Exception) -> str:
+    """What may be shown of an error. The first line has no headers, and so no credentials, in it; but it may have what the store answered."""
+    line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return "".join(char if char.isprintable() else "?" for char in line)
 
 
 def _seconds(when: datetime) -> float:
@@ -202,7 +214,7 @@ def check(url: str) -> None:
     except ImportError:
         raise UsageError("--shared-cache needs the package obstore; install it with: pip install 'mlx-lm-tiered[shared]'") from None
     except Exception as error:
-        raise UsageError(f"--shared-cache: the store cannot be opened: {(str(error).splitlines() or [type(error).__name__])[0][:200]}") from None
+        raise UsageError(f"--shared-cache: the store cannot be opened: {_first_line(error)}") from None
 
 
 def _login(host: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -20,6 +21,7 @@ from .objects import Objects, persistent
 
 LEAST_TOKENS = LENGTHS[0]  # of an entry, to be findable
 MANY = 1 << 16  # pieces that are known to be there
+BELIEVED = 3600.0  # seconds for which they are: what nothing names any more is deleted
 
 
 class Pushed(NamedTuple):
@@ -32,20 +34,22 @@ class Pushed(NamedTuple):
 class Pushing:
     """Thread-safe. `go(size)` is asked before so many bytes are sent, and may wait; False gives up."""
 
-    def __init__(self, objects: Objects, lookup: Lookup, go: Callable[[int], bool] = lambda size: True):
+    def __init__(self, objects: Objects, lookup: Lookup, go: Callable[[int], bool] = lambda size: True, clock: Callable[[], float] = time.monotonic):
         self._objects = objects
         self._lookup = lookup
         self._go = go
         self._lock = threading.Lock()
-        self._there: OrderedDict[str, None] = OrderedDict()  # pieces that were seen in the store
-        self.broken: set[str] = set()  # NAMEs of entries that are there and cannot be had
+        self._clock = clock
+        self._there: OrderedDict[str, float] = OrderedDict()  # pieces that were seen in the store -> until when that is believed
 
     def push(self, names: Names, entry: ColdEntry, *, anew: bool = False, dry_run: bool = False) -> Pushed:
-        """Upload an entry with what it continues; `anew` also when there is one of these tokens. Raises StoreFailed, Cancelled, BadEntry, OSError."""
+        """Upload an entry with what it continues; `anew`, or when what there is of these tokens cannot be had, all of it again. Raises StoreFailed, Cancelled, BadEntry, OSError."""
         key = entry.key
         name = names.entry(key)
-        anew = anew or name in self.broken
+        anew = anew or self._lookup.broken(names, name)
         if not anew and persistent(lambda: self._objects.when(names.place(ENTRIES, name))) is not None:
+            if not dry_run and not self._lookup.found(names, key):
+                self._rungs(names, key, name)  # an upload ended before it wrote them
             return Pushed("there")
         links, sent = [], 0
         for one in entry.chain:
@@ -55,9 +59,9 @@ class Pushing:
         if not dry_run:
             manifest = Manifest(entry.fingerprint, key, tuple(links)).encode(names.team)
             self._send(names.place(ENTRIES, name), manifest)
+            self._lookup.trust(names, name)
             self._rungs(names, key, name)
             self._lookup.forget_absent()
-            self.broken.discard(name)
         return Pushed("uploaded", sent)
 
     def _link(self, names: Names, one: ColdEntry, anew: bool, dry_run: bool) -> tuple[Link, int]:
@@ -82,13 +86,17 @@ class Pushing:
     def _rungs(self, names: Names, key: bytes, name: str) -> None:
         """Write the rungs that are not there; all of them when they lead to an entry that is gone, or cannot be had."""
         reached = self._lookup.reach(names, key, 0, len(key) // WIDTH, fresh=True)
-        lost = reached.name in self.broken or reached.length and persistent(lambda: self._objects.when(names.place(ENTRIES, reached.name))) is None
+        lost = reached.length and (
+            self._lookup.broken(names, reached.name) or persistent(lambda: self._objects.when(names.place(ENTRIES, reached.name))) is None
+        )
         for _, digest in names.rungs(key, 0 if lost else reached.length):
             self._send(names.place(RUNGS, digest), written_rung(names.team, name))
 
     def _known(self, place: str, anew: bool) -> bool:
+        if anew:
+            return False  # what is there may be damaged
         with self._lock:
-            if place in self._there and not anew:
+            if self._there.get(place, 0.0) > self._clock():
                 return True
         if persistent(lambda: self._objects.when(place)) is None:
             return False
@@ -97,7 +105,8 @@ class Pushing:
 
     def _saw(self, place: str) -> None:
         with self._lock:
-            self._there[place] = None
+            self._there[place] = self._clock() + BELIEVED
+            self._there.move_to_end(place)
             if len(self._there) > MANY:
                 self._there.popitem(last=False)
 

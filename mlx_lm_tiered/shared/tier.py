@@ -120,9 +120,12 @@ class SharedTier:
         # Pieces together take no more of the cores than a restore does.
         self._ratio = TOGETHER / min(SHARE, SHARE_OF_EACH * cores()) - 1
         self._background = None
+        self._cleaners: ThreadPoolExecutor | None = None
         self._write = settings.shared_cache_write
         if self._write != "off":
-            cleaning = Cleaning(self._objects, self._team, self._reading, settings.shared_cache_max, settings.shared_cache_ttl)
+            # Threads of its own: requests are not to wait behind all manifests.
+            self._cleaners = ThreadPoolExecutor(TOGETHER, "mlx-lm-tiered-clean")
+            cleaning = Cleaning(self._objects, self._team, self._cleaners, settings.shared_cache_max, settings.shared_cache_ttl)
             self._background = Background(
                 self._objects, self._lookup, store.catalog, self._team, self._writes, busy,
                 always=self._write == "always", bandwidth=settings.shared_cache_bandwidth, cleaning=cleaning,
@@ -162,10 +165,13 @@ class SharedTier:
     def close(self) -> None:
         """End the threads; what is half fetched or uploaded is given up."""
         self._closing = True
+        self._objects.close()
         if self._background is not None:
             self._background.close()
         self._asking.shutdown(wait=False, cancel_futures=True)
         self._reading.shutdown(wait=False, cancel_futures=True)
+        if self._cleaners is not None:
+            self._cleaners.shutdown(wait=False, cancel_futures=True)
 
     # The threads
 
@@ -197,7 +203,13 @@ class SharedTier:
     def _fetched(self, fetch: Fetch, names: Names, key: bytes, have: int, most: int) -> tuple[str, ColdEntry | None]:
         stop = fetch.progress.stop
         reached = self._lookup.reach(names, key, have, most, stop=stop)
-        manifest = self._lookup.manifest(names, reached.name, stop) if reached.length else None
+        if self._lookup.distrusted(names, reached.name):
+            return "misses", None
+        try:
+            manifest = self._lookup.manifest(names, reached.name, stop) if reached.length else None
+        except Damaged:
+            self._lookup.distrust(names, reached.name)
+            raise
         if fetch.stopped:
             raise Cancelled
         if manifest is None:
@@ -213,9 +225,11 @@ class SharedTier:
         started = time.monotonic()
         try:
             chain = self._fetching.fetch(names, manifest, files, fetch.progress)
-        except Gone:
-            if self._background is not None:
-                self._background.lost(reached.name)
+        except Damaged as error:  # the store works, but for this
+            self._lookup.distrust(names, reached.name)
+            raise Gone(str(error)) from None
+        except (BadEntry, Gone):
+            self._lookup.distrust(names, reached.name)
             raise
         finally:
             # Also of what came too late: the next decision is to know.

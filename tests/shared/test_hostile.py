@@ -137,7 +137,7 @@ def test_an_object_that_is_too_large_is_not_read(filled, machine):
             filled.put(f"{NAMES.folder}/{name}", bytes(1 << 20))
     b = machine("b")
     before = filled.counts()["read_bytes"]
-    assert b.outcome(PROMPT) == "failed" and filled.counts()["read_bytes"] == before
+    assert b.outcome(PROMPT) == "refused" and filled.counts()["read_bytes"] == before
     nothing_taken(b)
 
 

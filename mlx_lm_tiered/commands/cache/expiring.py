@@ -17,7 +17,8 @@ def run(args: argparse.Namespace, root: None) -> int:
     """Delete."""
     limit, ttl = setting(args, "shared_cache_max"), setting(args, "shared_cache_ttl")
     with store(args) as shared:
-        done = Cleaning(shared.objects, shared.team, shared.executor, limit, ttl).clean(args.dry_run)
+        cleaning = Cleaning(shared.objects, shared.team, shared.executor, limit, ttl)
+        done = cleaning.clean(args.dry_run, None if args.dry_run else cleaning.begun())
     if args.json:
         print(json.dumps({**asdict(done), "dry_run": args.dry_run}, indent=2))
     else:

@@ -89,7 +89,7 @@ def _take(
             try:
                 if not args.dry_run:
                     fetching.fetch(Names(shared.team, manifest.fingerprint), manifest, len(manifest.links), Progress())
-            except (BadEntry, Gone, DirectoryFull, Damaged) as error:
+            except (BadEntry, Gone, DirectoryFull, Damaged, FileExistsError, FileNotFoundError) as error:
                 refused.append((name, str(error)))
             else:
                 done.append((name, manifest, size))
