@@ -92,7 +92,7 @@ class _Ranking:
             except TimeoutError:
                 self._fault("hangs", f"no answer in {PATIENCE:g} s")
             except ServerFailed as error:
-                self._fault("hangs", str(error)[:300])
+                self._fault("hangs", str(error)[-1500:])  # what the ranks said last
             finally:
                 self._traffic.ended.set()
                 server.kill()

@@ -36,9 +36,11 @@ class Follower(Stopping):
                 self.ended.set()
             if time.monotonic() > self._deadline + PATIENCE:
                 log.error("stopped after %.0f seconds: the other ranks did not end", self._timeout)
-                logging.shutdown()
-                sys.stderr.flush()
-                os._exit(1)
+                try:
+                    logging.shutdown()
+                    sys.stderr.flush()
+                finally:  # the launcher may not read any more
+                    os._exit(1)
 
     def finish(self, generator: Any, join: Callable[[], None], release: Callable[[], None]) -> None:
         """After the generation thread has ended. Raises SystemExit(1) when something was lost."""

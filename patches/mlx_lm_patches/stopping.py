@@ -21,6 +21,7 @@ DEFAULT_TIMEOUT = 120.0
 # stalled must not take it all.
 _DRAIN_SHARE = 0.75
 _SETTLE_SECONDS = 1.0
+LOST_TIMEOUT = 10.0  # when other ranks are lost
 _GRACE_SECONDS = 0.1
 _RECENT_HANDLERS = 64
 _TASKS = Path("/proc/self/task")
@@ -117,7 +118,10 @@ class Stopping:
         if not self.requested:
             self.requested = True
             self._deadline = time.monotonic() + self._timeout
-            self._signalled.set()
+        if lost:
+            # What the lost ones were to give is not computed any more; who waits for it waits in vain.
+            self._deadline = min(self._deadline, time.monotonic() + LOST_TIMEOUT)
+        self._signalled.set()
 
     def _drain(self) -> None:
         self._signalled.wait()
