@@ -76,6 +76,17 @@ def test_a_second_machine_answers_with_what_the_first_has_computed(real, tiny_mo
             real.proxy.delay = 0.0
 
 
+def test_a_servers_uploads_keep_to_its_bandwidth(tiny_llama, tmp_path):
+    """One piece goes at once; what it has used up is not there for the next."""
+    flags = ("--shared-cache", f"file://{tmp_path / 'store'}", "--shared-cache-write", "always", "--shared-cache-bandwidth", "1KB")
+    with tiered(tiny_llama, tmp_path / "ssd", *flags, log=tmp_path / "log") as server:
+        ask(server, document(2500))
+        assert server.flush()[0] == 200
+        until(lambda: list((tmp_path / "store").rglob("pieces/*")))
+        time.sleep(1.5)
+        assert not list((tmp_path / "store").rglob("entries/*")) and server.stats()["shared"]["pending"] > 0
+
+
 @pytest.fixture
 def tiny_model_of(tiny_llama, tiny_gemma3):
     """Caches that can be cut on one store, rings on the other."""
