@@ -30,7 +30,7 @@ from mlx_lm_tiered.progress import Progress
 from . import small_model
 from .client import RequestFailed
 from .server import Server, ServerFailed, server_command, stock, tiered_flags
-from .traffic import Reply, Traffic, same_tokens
+from .traffic import Reply, Traffic, wrong_answers
 
 CLIENTS = 3
 CAP_TOKENS = 16_000  # what the cap has room for
@@ -212,12 +212,8 @@ class _Killing:
 
     def _compare(self) -> None:
         """All answers that were not looked at yet."""
-        for reply in self._traffic.replies[self._compared :]:
-            same, tie = same_tokens(self._reference, reply)
-            self._counts["ties"] += tie
-            if not same and not tie:
-                self._fault("wrong_answers", f"an answer differs after {reply.answer.cached_tokens} of {reply.answer.prompt_tokens} tokens were reused")
-            self._counts["answers_compared"] += 1
+        for what in wrong_answers(self._reference, self._traffic.replies[self._compared :], self._counts):
+            self._fault("wrong_answers", what)
         self._compared = len(self._traffic.replies)
 
     # Until the kill

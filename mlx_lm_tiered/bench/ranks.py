@@ -29,7 +29,7 @@ from .ranked_server import RankedServer, plain
 from .report import spread
 from .server import ServerFailed, tiered_flags
 from .text import document
-from .traffic import Traffic, same_tokens
+from .traffic import Traffic, wrong_answers
 
 CLIENTS = 2
 KILLS = 0.4  # of the ends
@@ -187,12 +187,8 @@ class _Ranking:
 
     def _compare(self) -> None:
         """All answers that were not looked at yet."""
-        for reply in self._traffic.replies[self._compared :]:
-            same, tie = same_tokens(self._reference, reply)
-            self._counts["ties"] += tie
-            if not same and not tie:
-                self._fault("wrong_answers", f"an answer differs after {reply.answer.cached_tokens} of {reply.answer.prompt_tokens} tokens were reused")
-            self._counts["answers_compared"] += 1
+        for what in wrong_answers(self._reference, self._traffic.replies[self._compared :], self._counts):
+            self._fault("wrong_answers", what)
         self._compared = len(self._traffic.replies)
         for failure in self._traffic.failures:
             self._fault("lost_requests", failure)

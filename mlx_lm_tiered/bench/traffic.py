@@ -7,7 +7,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -146,3 +147,13 @@ def same_tokens(reference: Client, reply: Reply, margin: float = 1e-3) -> tuple[
         return False, False
     best = sorted((top["logprob"] for top in places[at]["top_logprobs"]), reverse=True)
     return False, len(best) > 1 and best[0] - best[1] < margin
+
+
+def wrong_answers(reference: Client, replies: Iterable[Reply], counts: Counter[str]) -> Iterator[str]:
+    """A sentence about each reply that a server without the plugin answers otherwise. Counts ``answers_compared`` and ``ties``."""
+    for reply in replies:
+        same, tie = same_tokens(reference, reply)
+        counts["ties"] += tie
+        if not same and not tie:
+            yield f"an answer differs after {reply.answer.cached_tokens} of {reply.answer.prompt_tokens} tokens were reused"
+        counts["answers_compared"] += 1

@@ -16,7 +16,7 @@ from ..cold.catalog import Catalog, ColdEntry
 from ..cold.checking import BadEntry
 from ..cold.health import Bounded
 from .breaker import Breaker
-from .cleaning import Cleaning
+from .cleaning import DAY, Cleaning
 from .fetching import Cancelled
 from .lookup import Lookup
 from .names import USES, Names, Team
@@ -26,7 +26,6 @@ from .pushing import LEAST_TOKENS, Pushing
 logger = logging.getLogger("mlx_lm_tiered")
 
 EVERY = 0.5  # seconds between two looks for something to do
-DAY = 24 * 3600.0
 CLEAN_FIRST = 60.0  # seconds from the start to the first look whether the day's cleaning is due, and between two looks
 CLEAN_EVERY = 3600.0
 LOOK_EVERY = 3600.0  # seconds between two looks for what was used on this machine

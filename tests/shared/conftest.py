@@ -9,7 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "cold"))
 
-from shared_helpers import Machine, memory  # noqa: E402
+from shared_helpers import TOKENS, Machine, conversation, memory, push  # noqa: E402
 
 
 @pytest.fixture
@@ -29,3 +29,12 @@ def machine(objects, tmp_path):
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def filled(machine, objects):
+    """A store that has one entry, as a chain of two files."""
+    a = machine("a")
+    conversation(a.cold, 400, 900)
+    push(objects, a.cold, TOKENS)
+    return objects

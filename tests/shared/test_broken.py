@@ -24,15 +24,6 @@ NAME = NAMES.entry(KEY)
 OTHER = [*TOKENS[:800], *range(3000, 3100)]  # begins like TOKENS
 
 
-@pytest.fixture
-def filled(machine, objects):
-    """A store that has one entry, as a chain of two files."""
-    a = machine("a")
-    conversation(a.cold, 400, 900)
-    push(objects, a.cold, TOKENS)
-    return objects
-
-
 def last_piece(objects) -> str:
     return NAMES.place("pieces", read_manifest(objects, NAMES.team, NAMES.folder, NAME).links[-1].pieces[0])
 

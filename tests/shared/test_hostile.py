@@ -13,20 +13,11 @@ from mlx_lm_tiered.cold.checking import BadEntry
 from mlx_lm_tiered.shared.fetching import Cancelled, Progress
 from mlx_lm_tiered.shared.manifest import PIECE, parse
 from mlx_lm_tiered.shared.names import Names, Team
-from shared_helpers import KEY, NAMES, TOKENS, conversation, everything, push
+from shared_helpers import KEY, NAMES, TOKENS, conversation, everything
 from support.waiting import until
 
 NAME = NAMES.entry(KEY)
 PROMPT = [*TOKENS, 5]
-
-
-@pytest.fixture
-def filled(machine, objects):
-    """A store that has one entry, as a chain of two files."""
-    a = machine("a")
-    conversation(a.cold, 400, 900)
-    push(objects, a.cold, TOKENS)
-    return objects
 
 
 def nothing_taken(b) -> None:
